@@ -36,10 +36,11 @@ from rmm_linear.memory import SavedTensors
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "peers.csv"
-_RATIO, _DRAWS, _STEPS = 0.1, 2000, 200
+RATIO = 0.1
+_DRAWS, _STEPS = 2000, 200
 _LAYERS = ("model.layers.3.self_attn.q_proj", "model.layers.3.mlp.down_proj")
-# Called with x (sequences, length, in) and a weight (out, in); returns the layer's output.
-Layer = Callable[[Tensor, Tensor], Tensor]
+# Called with x (sequences, length, in), a weight (out, in) and a bias or None; returns the layer's output.
+Layer = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def inputs_and_gradients() -> dict[str, tuple[Tensor, Tensor]]:
@@ -63,12 +64,12 @@ def inputs_and_gradients() -> dict[str, tuple[Tensor, Tensor]]:
 def ours() -> Iterator[tuple[str, Layer]]:
     """Yield sketches of this project."""
     for name, config in (
-        ("gaussian", RMMConfig(ratio=_RATIO, sketch="gaussian", center=False)),
-        ("hadamard, centered", RMMConfig(ratio=_RATIO)),
-        ("wta_crs without gradient norms", RMMConfig(ratio=_RATIO, sketch="wta_crs", center=False)),
+        ("gaussian", RMMConfig(ratio=RATIO, sketch="gaussian", center=False)),
+        ("hadamard, centered", RMMConfig(ratio=RATIO)),
+        ("wta_crs without gradient norms", RMMConfig(ratio=RATIO, sketch="wta_crs", center=False)),
         ("int4 at ratio 0.4", RMMConfig(ratio=0.4, storage="int4")),
     ):
-        yield f"rmm_linear: {name}", lambda x, weight, config=config: linear(x, weight, config=config)
+        yield f"rmm_linear: {name}", lambda x, weight, bias, config=config: linear(x, weight, bias, config=config)
 
 
 def fewbit(folder: Path) -> Iterator[tuple[str, Layer]]:
@@ -80,11 +81,11 @@ def fewbit(folder: Path) -> Iterator[tuple[str, Layer]]:
     module = _loaded("fewbit.functional.linear", folder / "fewbit/functional/linear.py")
     for kind in ("gaussian", "rademacher", "dct", "dft"):
 
-        def layer(x: Tensor, weight: Tensor, kind: str = kind) -> Tensor:
-            output: Tensor = module.linear_grp(x, weight, None, _RATIO, None, None, None, kind, None)
+        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str = kind) -> Tensor:
+            output: Tensor = module.linear_grp(x, weight, bias, RATIO, None, None, None, kind, None)
             return output
 
-        yield f"fewbit {_commit(folder)}: {kind}", layer
+        yield f"fewbit {commit_of(folder)}: {kind}", layer
 
 
 def wtacrs(folder: Path, g: Tensor) -> Iterator[tuple[str, Layer]]:
@@ -93,7 +94,7 @@ def wtacrs(folder: Path, g: Tensor) -> Iterator[tuple[str, Layer]]:
     norms_of = {"exact norms": g.norm(dim=2), "first epoch": torch.zeros(g.shape[:2])}
     for (name, norms), is_mixed in itertools.product(norms_of.items(), (True, False)):
         scheme = types.SimpleNamespace(
-            sample_ratio=_RATIO,
+            sample_ratio=RATIO,
             deter_ratio=0,
             deter_adaptive=True,
             minimal_k=10,
@@ -103,11 +104,11 @@ def wtacrs(folder: Path, g: Tensor) -> Iterator[tuple[str, Layer]]:
             set_scale=lambda _: None,
         )
 
-        def layer(x: Tensor, weight: Tensor, scheme: Any = scheme) -> Tensor:
-            output: Tensor = module.approxlinear_only_bw.apply(x, weight, None, scheme)
+        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, scheme: Any = scheme) -> Tensor:
+            output: Tensor = module.approxlinear_only_bw.apply(x, weight, bias, scheme)
             return output
 
-        yield f"WTA-CRS {_commit(folder)}: {name}, {'its scripts' if is_mixed else 'its defaults'}", layer
+        yield f"WTA-CRS {commit_of(folder)}: {name}, {'its scripts' if is_mixed else 'its defaults'}", layer
 
 
 def _loaded(name: str, path: Path) -> Any:
@@ -120,9 +121,15 @@ def _loaded(name: str, path: Path) -> Any:
     return module
 
 
-def _commit(folder: Path) -> str:
+def commit_of(folder: Path) -> str:
+    """Return the commit of a checkout, in seven digits."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=7", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in a line, as the end of a traceback has it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
@@ -140,11 +147,11 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
         torch.manual_seed(draw)
         try:
             with SavedTensors(weight) as kept:
-                output = layer(x, weight)
+                output = layer(x, weight, None)
             kept_bytes = int(kept.bytes)
             (found,) = torch.autograd.grad(output, weight, g)
         except (RuntimeError, TypeError) as error:
-            return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            return {"error": first_line(error)}
         slopes.append(float((found.double() * exact).sum()) / square)
         errors.append(float((found.double() - exact).square().sum()) / square)
     return {
@@ -178,7 +185,7 @@ def peers_table(folder: Path = RESULTS) -> str:
     for name in dict.fromkeys(row["layer"] for row in rows):
         header += [f"{name}: slope", "squared error", "keeps"]
     return (
-        f"{table(header, lines)}\n\nAt ratio {_RATIO:g} where no other is named, {_DRAWS} draws on x and g of a small"
+        f"{table(header, lines)}\n\nAt ratio {RATIO:g} where no other is named, {_DRAWS} draws on x and g of a small"
         f" Llama's layers, batch 16 x 128. Slope: of the mean estimate on the exact gradient, ± two standard errors;"
         " squared error: its mean over the squared gradient; keeps: of the input, counted by autograd. Commit"
         f" {rows[0]['commit'][:7]}, torch {rows[0]['torch']}."

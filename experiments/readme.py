@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiments.blocks import filled, table
 from experiments.checkpointing import report as checkpointing
-from experiments.glue import cached_norms, sketch_noise
+from experiments.glue import cached_norms, peers, sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
 from experiments.language_model import language_model_table
 from experiments.language_model import read_rows as language_model_rows
@@ -87,7 +87,7 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         RESULTS: results,
         CODES: {"codes": _of(checkpointing.codes_table)},
         BUDGET: budget,
-        COMPARE: {"peers": peers_table},
+        COMPARE: {"peers": peers_table, "fine-tuned peers": peers.peers_table},
         NOISE: {
             "language model": lambda: language_model_table(language_model_rows()),
             "cached norms": cached_norms.cached_norms_table,

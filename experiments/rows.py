@@ -12,7 +12,7 @@ import pandas as pd
 from experiments.command_line import HarnessError
 
 # Columns of digits that are no numbers, such as a commit.
-_TEXTS = ("commit", "weights", "setting", "rmm_linear", "torch", "transformers", "peft")
+_TEXTS = ("commit", "peer_commit", "weights", "setting", "rmm_linear", "torch", "transformers", "peft")
 
 
 def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:

@@ -193,7 +193,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
     lines = []
     for each in found:
         average = Average.of([each.differences.get(task, ()) for task in tasks])
-        cells = {task: _cell(each.differences.get(task, ())) for task in run}
+        cells = {task: difference_cell(each.differences.get(task, ())) for task in run}
         lines.append(
             [
                 each.name,
@@ -274,7 +274,8 @@ def _exact_scores(results: Sequence[dict[str, Any]], task: str, device: str) -> 
     ]
 
 
-def _cell(values: Sequence[float]) -> str:
+def difference_cell(values: Sequence[float]) -> str:
+    """Write the mean of differences, half of its 95 % interval, and how many there are."""
     if not values:
         return ""
     average = Average.of([values])

@@ -164,7 +164,7 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
     except Exception as error:
         write(FAILED, error=f"{type(error).__name__}: {error}")
         raise
-    lost = _not_finite(outcome)
+    lost = not_finite(outcome)
     if lost:
         write(DIVERGED, **outcome, error=f"{lost} is not finite at the end")
     else:
@@ -176,7 +176,7 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
     return result
 
 
-def _not_finite(outcome: dict[str, Any]) -> str | None:
+def not_finite(outcome: dict[str, Any]) -> str | None:
     """Name the first number of an outcome that shows that training has gone astray."""
     last = outcome["epochs"][-1]
     numbers = {"the training loss": outcome["steps"]["loss"][-1], "the validation loss": last["loss"]}

@@ -1,0 +1,214 @@
+"""Fine-tune with the code of other projects in the study's harness, on a CPU: score, kept bytes and time of each.
+
+    python -m experiments.glue.peers --model MODEL --data GLUE --fewbit FEWBIT --wtacrs WTACRS --gact GACT
+    python -m experiments.glue.peers ... --time
+
+FEWBIT, WTACRS and GACT are checkouts (`experiments.peers` has two of the addresses; the third is
+https://github.com/LiuXiaoxuanPKU/GACT-ICML). Their code is loaded from these folders, and nothing of it is part of this
+project. fewbit's activation functions need its native library beside its `__init__.py`:
+
+    cmake -S FEWBIT -B BUILD -DCMAKE_PREFIX_PATH="$(python -c 'import torch.utils as u; print(u.cmake_prefix_path)')"
+    cmake --build BUILD && cp BUILD/fewbit/libfewbit.so FEWBIT/fewbit/
+
+Learning rate, epochs, batches and their order are the study's of the task and the seed, and the layers are those that
+`convert_linears` would convert. A run that is finished, or that has failed, is a row at once, and is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.blocks import percent, table
+from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.peers import RATIO, commit_of, first_line
+from experiments.provenance import origin
+from experiments.rows import read_rows, write_rows
+from rmm_linear import RMMConfig, convert_linears
+
+from .comparison import Quantiles
+from .evidence import RESULTS as STUDY
+from .evidence import difference_cell, evidence_of, read_study
+from .settings import EXACT, RunSettings, load_named_config
+
+if TYPE_CHECKING:
+    from .peer_runs import Peer
+
+RESULTS = Path(__file__).parent / "results"
+FILE, TIMES = "peers.csv", "peers_time.csv"
+# methods of the study, by their names there -> their layers' configuration, None where there are none to time
+_OURS = {
+    "gaussian at 0.1": RMMConfig(ratio=RATIO, sketch="gaussian", center=False),
+    "centered hadamard at 0.1": RMMConfig(ratio=RATIO),
+    "centered hadamard at 1 in int4": RMMConfig(ratio=1.0, storage="int4"),
+    "8-bit codes": None,
+}
+_ROUNDS = 7
+
+
+def _outcome(peer: Peer, settings: RunSettings) -> dict[str, Any]:
+    """Fine-tune with a peer: score, kept bytes over exact's, and the error of a run that fails."""
+    from .peer_runs import PeerRun
+    from .training import not_finite
+
+    found: dict[str, Any] = {"score": None, "kept": None, "error": None}
+    try:
+        with tempfile.TemporaryDirectory() as checkpoints:
+            trained = PeerRun(peer, settings).train(Path(checkpoints))
+    except HarnessError:
+        raise
+    # whatever it is, it is the result
+    except Exception as error:
+        traceback.print_exc()
+        return {**found, "error": first_line(error)}
+    kept = trained["kept_bytes"]
+    lost = not_finite(trained)
+    return {
+        "score": trained["final"]["score"],
+        "kept": kept["model"] / kept["exact_model"],
+        "error": lost and f"diverged: {lost} is not finite at the end",
+    }
+
+
+def _settings(options: argparse.Namespace, task: str, seed: int, pad_multiple: int) -> RunSettings:
+    model = {"model": options.model, "data": options.data, "pad_multiple": pad_multiple}
+    return load_named_config("study").run(task=task, seed=seed, method=EXACT, **model)
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Do the runs that have no row, seed by seed."""
+    from .peer_runs import peers
+
+    # asked for before the runs, for later the files may differ from the code that runs
+    path, made_by = options.results / FILE, origin()
+    for seed in options.seeds:
+        for task in options.tasks:
+            for peer in peers(options):
+                rows = read_rows(path) if path.exists() else []
+                done = [row for row in rows if row["peer"] == peer.name]
+                if any((row["task"], row["seed"]) == (task, seed) or row["error"] for row in done):
+                    continue
+                if done and peer.is_run_once:
+                    continue
+                names = {"peer": peer.name, "peer_commit": peer.checkout and commit_of(peer.checkout)}
+                found = _outcome(peer, _settings(options, task, seed, peer.pad_multiple))
+                rows = read_rows(path) if path.exists() else []
+                write_rows(path, [*rows, {**names, "task": task, "seed": seed, **found, **made_by}])
+                print({**names, "task": task, "seed": seed, **found}, flush=True)
+
+
+def time_all(options: argparse.Namespace) -> None:
+    """Measure steps of exact layers, our sketches and all peers in turn, in CPU seconds of one thread."""
+    from .peer_runs import Peer, PeerRun, peers
+
+    torch.set_num_threads(1)
+    ours = [
+        Peer(name, lambda run, config=config: convert_linears(run.model, config=config))
+        for name, config in _OURS.items()
+        if config is not None
+    ]
+    steps: dict[str, Callable[[], float]] = {}
+    for peer in (Peer(EXACT, lambda run: None), *ours, *peers(options)):
+        run = PeerRun(peer, _settings(options, options.tasks[0], 0, 128))
+        try:
+            step = run.timed_step()
+            step()
+            steps[peer.name] = step
+        # its error has a row of its own
+        except Exception:
+            traceback.print_exc()
+    rounds = [{name: step() for name, step in steps.items()} for _ in range(1 + _ROUNDS)]
+    rows = []
+    for name in steps:
+        found = Quantiles.of([seconds[name] / seconds[EXACT] for seconds in rounds[1:]])
+        rows.append({"name": name, "time": found.median, "time_q20": found.low, "time_q80": found.high, **origin()})
+    write_rows(options.results / TIMES, rows)
+
+
+def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
+    """Write the table of the committed rows beside the study's of the same tasks and seeds, in Markdown."""
+    rows = read_rows(folder / FILE)
+    times = {row["name"]: row for row in read_rows(folder / TIMES)} if (folder / TIMES).exists() else {}
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    seeds = {row["seed"] for row in rows}
+    results = [
+        each for each in read_study(study) if each["config"]["task"] in tasks and each["config"]["seed"] in seeds
+    ]
+    # the device of these rows last: it counts where exact ran on several
+    exact = {
+        (each["config"]["task"], each["config"]["seed"]): each["final"]["score"]
+        for each in sorted(results, key=lambda each: each["hardware"]["device"] == "cpu")
+        if each["config"]["method"] == EXACT
+    }
+    lines = []
+    for found in evidence_of(results):
+        if found.name in _OURS:
+            cells = [difference_cell(found.differences.get(task, ())) for task in tasks]
+            lines.append([f"rmm_linear: {found.name}", *cells, percent(found.kept), _time_cell(times, found.name), ""])
+    for name, commit in dict.fromkeys((row["peer"], row["peer_commit"]) for row in rows):
+        own = [row for row in rows if row["peer"] == name]
+        complete = [row for row in own if row["error"] is None]
+        differences = {
+            task: [100 * (row["score"] - exact[task, row["seed"]]) for row in complete if row["task"] == task]
+            for task in tasks
+        }
+        kept = [row["kept"] for row in own if row["kept"] is not None]
+        lines.append(
+            [
+                name + ("" if commit is None else f" ({commit})"),
+                *(difference_cell(differences[task]) for task in tasks),
+                percent(statistics.fmean(kept) if kept else None),
+                _time_cell(times, name),
+                next((row["error"] for row in own if row["error"]), ""),
+            ]
+        )
+    header = ["method", *tasks, "keeps", "time of a step", "error"]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return (
+        f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
+        " interval (number of seeds). Keeps: of what exact keeps on the same batch. Time: CPU seconds of a step in one"
+        f" thread over those of eager exact layers, on one batch of 32 x 128, median and 20-80 % quantiles of {_ROUNDS}"
+        f" rounds. Commit {commits}, torch {rows[0]['torch']}; rows of rmm_linear are the study's."
+    )
+
+
+def _time_cell(times: dict[str, dict[str, Any]], name: str) -> str:
+    row = times.get(name)
+    return "-" if row is None else f"{row['time']:.2f} ({row['time_q20']:.2f}-{row['time_q80']:.2f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, or time all, and print the table."""
+    parser = Parser(prog="python -m experiments.glue.peers", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="folder that from_pretrained reads, or a name on the hub")
+    parser.add_argument("--data", required=True, help="folder in the official GLUE layout")
+    parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
+    parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")
+    parser.add_argument("--gact", type=Path, required=True, help="checkout of GACT")
+    parser.add_argument("--tasks", nargs="+", default=["mrpc", "rte"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument("--time", action="store_true", help="measure the time of steps, and train nothing")
+
+    def work(options: argparse.Namespace) -> int:
+        # the hub's client reads it when it is imported
+        if Path(options.model).is_dir():
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        (time_all if options.time else run_all)(options)
+        print(peers_table(options.results))
+        return 0
+
+    return exit_status(lambda: work(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
