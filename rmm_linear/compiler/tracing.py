@@ -117,7 +117,7 @@ def trace(
     Raises:
         CaptureError: If it can't be traced; the error names the line, and what can be done.
     """
-    mode = _FakeMode(allow_non_fake_inputs=True)
+    mode = _FakeMode()
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
     try:
@@ -164,7 +164,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
-    mode = _FakeMode(allow_non_fake_inputs=True)
+    mode = _FakeMode()
     inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
     function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
     function.interpreter = _Checkpointing
@@ -345,6 +345,11 @@ class _FakeMode(FakeTensorMode):
 
     Of other ops, results that are returned a second time would no longer share memory as the op's results do.
     """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # until `dispatch` tells otherwise
+        self.cache_enabled = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = isinstance(func, torch._ops.OpOverload) and func.is_view

@@ -1,13 +1,12 @@
 """Puts functions of torch into a joint graph: traced, and in the place of an op or beside it."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.autocasting import autocast_as
 from rmm_linear.compiler.fake_memory import tensors_of
@@ -116,41 +115,11 @@ class Editor:
     def _trace(self, function: Callable[..., Any], values: Sequence[Tensor], options: dict[str, Any]) -> _Traced:
         with autocast_as((), self._devices), self._mode, torch.no_grad():
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            record = _Record(inputs)
-            with record:
-                results = function(*inputs, **options)
-        return record.graph, pytree.tree_map_only(Tensor, record.node_of, results)
-
-
-class _Record(TorchDispatchMode):
-    """Writes the ops that run on fake tensors into a graph, in half of the time that make_fx takes."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.graph = fx.Graph()
-        # the nodes keep the tensors alive
-        self._nodes: dict[int, fx.Node] = {}
-        for value in inputs:
-            self._add(self.graph.placeholder("source"), value)
-
-    def node_of(self, value: Tensor) -> fx.Node:
-        """Return the node of a tensor that the graph has as an input, or computes."""
-        return self._nodes[id(value)]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return found
-        inputs, options = pytree.tree_map_only(Tensor, self.node_of, (args, kwargs or {}))
-        node = self.graph.create_node("call_function", func, inputs, options, func.overloadpacket.__name__)
-        self._add(node, found)
-        for place, part in enumerate(() if isinstance(found, Tensor) else found):
-            self._add(self.graph.call_function(operator.getitem, (node, place)), part)
-        return found
-
-    def _add(self, node: fx.Node, value: Any) -> None:
-        node.meta["val"] = value
-        self._nodes[id(value)] = node
+            module = make_fx(lambda *tensors: function(*tensors, **options))(*inputs)
+        (output,) = (node for node in module.graph.nodes if node.op == "output")
+        constants = [node for node in module.graph.nodes if node.op == "get_attr"]
+        assert not constants, f"{function} makes constants"
+        return module.graph, output.args[0]
 
 
 def _memory(value: Tensor) -> int:
