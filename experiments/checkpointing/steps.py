@@ -443,7 +443,7 @@ def _run(options: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     # the time to plan is measured
     os.environ["RMM_LINEAR_PLANS"] = "off"
-    torch.set_num_threads(2)
+    torch.set_num_threads(1 if kind == "planners" else 2)
     workloads = of_shape(key)
     if options.noise:
         write_rows(options.results / NOISE_FILE, list(noise_rows(options.noise, options.data)))
