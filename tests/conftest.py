@@ -39,13 +39,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# Of these the plans are tested; elsewhere it is tested what plans do.
+# Files that test plans themselves; other tests test steps that run by plan.
 PLANNERS = ("strategies", "test_local_search", "test_budget", "test_stored_plans")
 
 
 @pytest.fixture(autouse=True)
 def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of the search for a plan, but in slow tests and in those of planners: half of a small step's capture."""
+    """Search briefly for plans, which takes half of a small step's capture, but in slow tests and tests of planners."""
     is_of_planners = any(name in request.node.nodeid for name in PLANNERS)
     if not is_of_planners and request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr("rmm_linear.planning.strategies.auto._WORK", 3_000)

@@ -19,6 +19,9 @@ def test_the_wheel_has_every_module_and_can_be_imported_alone(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in SOURCES.values():
         shutil.copytree(folder, tmp_path / folder.relative_to(ROOT), ignore=ignored)
+    for other in ("experiments", "tests"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "__init__.py").touch()
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", ".", "-w", "dist"]
     subprocess.run(build, cwd=tmp_path, check=True)
     (wheel,) = (tmp_path / "dist").glob("*.whl")

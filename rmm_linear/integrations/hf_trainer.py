@@ -6,6 +6,7 @@ Like all of this folder it imports transformers.
 """
 
 import contextlib
+import inspect
 import json
 import math
 import sys
@@ -78,7 +79,7 @@ class RMMCallback(TrainerCallback):
 
     With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
     go to `rmm_noise.jsonl` in the output folder, the monitor's state is part of the trainer's checkpoints (and restored
-    whatever `restorecallback_states_from_checkpoint` says; if it is set, the trainer tells that it ignores
+    whatever `restore_callback_states_from_checkpoint` says; if it is set, the trainer tells that it ignores
     "rmm_linear"), and the logs have, over all layers:
 
     - `rmm/relative_variance`: the sketches' variance over the squared gradient,
@@ -159,6 +160,8 @@ class RMMCallback(TrainerCallback):
             self._fit_options = {"budget": fit, "noise": checked_noise(noise or 0), "executor": executor}
         elif (noise, executor) != (_NOISE_LIMIT, Options.executor):
             raise ValueError('noise and executor belong to fit: pass fit="8GiB", or leave them out')
+        if unknown := convert_kwargs.keys() - inspect.signature(convert_linears).parameters:
+            raise TypeError(f"neither RMMCallback nor convert_linears has {', '.join(sorted(unknown))}; leave it out")
         self._options = None if compile is None else Options.of(compile)
         self._sketches = any((ratio is not None, config is not None, convert_kwargs))
         self._sketches |= self._options is None and fit is None

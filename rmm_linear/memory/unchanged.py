@@ -54,7 +54,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_meta:
         return True
     # as bytes, in which NaN equals itself
-    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    one, other = (each.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(one, other)
 
 
 def _restorer_of(module: nn.Module) -> Callable[[], None]:
@@ -79,7 +80,7 @@ def _restorer_of(module: nn.Module) -> Callable[[], None]:
         for name, content in contents.items():
             buffer = buffers[name]
             # only what a forward pass has changed: a copy would be noticed by graphs that use the buffer
-            if buffer is not None and not buffer.is_meta and not torch.equal(buffer, content):
+            if buffer is not None and not _same_bits(buffer, content):
                 buffer.copy_(content)
 
     return restore

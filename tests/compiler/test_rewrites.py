@@ -394,7 +394,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         original = norms.codes.error_variance
         monkeypatch.setattr(norms.codes, "error_variance", lambda *args: 0 * original(*args))
     elif mutant == "smoothing":
-        monkeypatch.setattr(activations, "_limits", activations._limits.__wrapped__)
+        monkeypatch.setattr(activations, "_compared", activations._compared.__wrapped__)
         monkeypatch.setattr(activations, "_WEIGHTS", {1: (1.0, 0.0), 2: (1.0, 0.0, 0.0)})
         monkeypatch.setattr(activations, "_MOST_BIASED", 1.0)
         model, x = small_beside_outliers()

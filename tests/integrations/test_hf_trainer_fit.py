@@ -157,6 +157,11 @@ def test_options_that_contradict_fit_are_refused(options, message):
         RMMCallback(**{**WHOLE, **options})
 
 
+def test_an_option_that_nothing_has_is_refused_at_once():
+    with pytest.raises(TypeError, match="neither RMMCallback nor convert_linears has noise_target"):
+        RMMCallback(ratio=0.5, noise_target=0.5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

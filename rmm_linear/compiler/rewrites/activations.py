@@ -291,8 +291,6 @@ def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx
     return Function.of(u, gradient, sorted(found, key=order.__getitem__))
 
 
-# fit() rewrites a step several times
-@functools.lru_cache(maxsize=1024)
 def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:
     """Tell how well a function is read in a way: compare the mean of readings with it, on a grid of its input."""
     try:
@@ -302,6 +300,8 @@ def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:
         return Limits(math.inf, 0.0)
 
 
+# fit() rewrites a step several times
+@functools.lru_cache(maxsize=1024)
 def _compared(function: Function, bits: int, terms: int, tail: float) -> Limits:
     near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
     far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)

@@ -1,9 +1,11 @@
 """DTR: evicted neighbourhoods, the budget, and the paper's bound for chains."""
 
+import random
+
 import pytest
 from strategy_contract import large_graphs
 
-from experiments.checkpointing.generators import chain, with_backward
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
@@ -35,6 +37,24 @@ def test_a_union_find_counts_siblings_and_forgets_that_a_component_falls_apart()
     near.restore(0)
     exact.restore(0)
     assert (exact.cost(3), near.cost(3)) == (4, 2 + 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_remembered_costs_of_neighbourhoods_are_those_computed_anew(seed):
+    graph, draw = with_backward(random_layers(12, seed=seed)), random.Random(seed)
+    remembering, evicted = ExactNeighbourhood(graph), set()
+    for _ in range(60):
+        index = draw.randrange(len(graph.storages))
+        if index in evicted:
+            remembering.restore(index)
+        else:
+            remembering.evict(index)
+        evicted ^= {index}
+        anew = ExactNeighbourhood(graph)
+        for other in evicted:
+            anew.evict(other)
+        for other in set(range(len(graph.storages))) - evicted:
+            assert remembering.cost(other) == anew.cost(other)
 
 
 @pytest.mark.parametrize("kind", [ExactNeighbourhood, UnionFind, Neighbourhood])

@@ -1,4 +1,4 @@
-"""POET against all orders that have its stages and loads; energy, a limit of time, and what is never paged."""
+"""POET against all orders that have its stages and loads; energy, and tensors that are never paged."""
 
 import math
 from dataclasses import replace
