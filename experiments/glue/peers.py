@@ -154,7 +154,8 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         if found.name in _OURS:
             cells = [difference_cell(found.differences.get(task, ())) for task in tasks]
             lines.append([f"rmm_linear: {found.name}", *cells, percent(found.kept), _time_cell(times, found.name), ""])
-    for name, commit in dict.fromkeys((row["peer"], row["peer_commit"]) for row in rows):
+    commits = {row["peer"]: row["peer_commit"] for row in rows}
+    for name in dict.fromkeys([*commits, *(name for name in times if name not in (EXACT, *_OURS))]):
         own = [row for row in rows if row["peer"] == name]
         complete = [row for row in own if row["error"] is None]
         differences = {
@@ -164,7 +165,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         kept = [row["kept"] for row in own if row["kept"] is not None]
         lines.append(
             [
-                name + ("" if commit is None else f" ({commit})"),
+                f"{name} ({commits[name]})" if commits.get(name) else name,
                 *(difference_cell(differences[task]) for task in tasks),
                 percent(statistics.fmean(kept) if kept else None),
                 _time_cell(times, name),
@@ -172,12 +173,12 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
             ]
         )
     header = ["method", *tasks, "keeps", "time of a step", "error"]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    made_by = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
         " interval (number of seeds). Keeps: of what exact keeps on the same batch. Time: CPU seconds of a step in one"
         f" thread over those of eager exact layers, on one batch of 32 x 128, median and 20-80 % quantiles of {_ROUNDS}"
-        f" rounds. Commit {commits}, torch {rows[0]['torch']}; rows of rmm_linear are the study's."
+        f" rounds. Commit {made_by}, torch {rows[0]['torch']}; rows of rmm_linear are the study's."
     )
 
 
