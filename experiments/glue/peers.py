@@ -159,7 +159,8 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         if found.name in _OURS:
             cells = [difference_cell(found.differences.get(task, ())) for task in tasks]
             lines.append([f"rmm_linear: {found.name}", *cells, percent(found.kept), _time_cell(times, found.name), ""])
-    for name, commit in dict.fromkeys((row["peer"], row["peer_commit"]) for row in rows):
+    commits = {row["peer"]: row["peer_commit"] for row in rows}
+    for name in dict.fromkeys([*commits, *(name for name in times if name not in (EXACT, *_OURS))]):
         own = [row for row in rows if row["peer"] == name]
         scored = [row for row in own if row["score"] is not None and (row["task"], row["seed"]) in exact]
         differences = {
@@ -169,7 +170,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         kept = [row["kept"] for row in own if row["kept"] is not None]
         lines.append(
             [
-                name + ("" if commit is None else f" ({commit})"),
+                f"{name} ({commits[name]})" if commits.get(name) else name,
                 *(difference_cell(differences[task]) for task in tasks),
                 percent(statistics.fmean(kept) if kept else None),
                 _time_cell(times, name),
@@ -177,12 +178,12 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
             ]
         )
     header = ["method", *tasks, "keeps", "time of a step", "error"]
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    made_by = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
         " interval (number of seeds); with so few seeds the table ranks nothing. Keeps: of what exact keeps on the same"
         " batch, padded as the method needs it. Time: CPU seconds of a step in one thread over those of eager exact"
-        f" layers, on one batch of 32 x 128, median and 20-80 % quantiles of {_ROUNDS} rounds. Commit {commits}, torch"
+        f" layers, on one batch of 32 x 128, median and 20-80 % quantiles of {_ROUNDS} rounds. Commit {made_by}, torch"
         f" {rows[0]['torch']}; rows of rmm_linear are the study's runs on a CPU."
     )
 

@@ -54,8 +54,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_meta:
         return True
     # as bytes, in which NaN equals itself
-    one, other = (each.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(one, other)
+    one, other = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (one, other))
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _restorer_of(module: nn.Module) -> Callable[[], None]:
