@@ -240,7 +240,7 @@ def budgets_to_try(graph: Graph) -> Iterator[int]:
 
 
 def orders_of_runs(graph: Graph, make: Callable[[int], OnlineRun]) -> Iterator[list[int]]:
-    """Yield what a policy does at each budget that it meets, until it misses several in a row."""
+    """Yield the orders of a policy at the budgets that it meets, until it misses several in a row."""
     missed = 0
     for budget_bytes in budgets_to_try(graph):
         run = make(budget_bytes)
