@@ -136,11 +136,14 @@ def planners_block(folder: Path) -> str:
             lines.append([model, name, *cells, proofs[-1] if proofs else ""])
     head = ["model", "strategy", *(f"at {each} %: time, planning" for each in PLANNERS_PERCENTS)]
     ran = [row for row in every if row["extra_cost"] is not None]
-    as_simulated = sum(row["tensors_peak_bytes"] == row["simulated_peak_bytes"] for row in ran)
+    within = sum(row["tensors_peak_bytes"] <= row["simulated_peak_bytes"] for row in ran)
+    most = max(1 - row["tensors_peak_bytes"] / row["simulated_peak_bytes"] for row in ran)
     same = sum(row["same_gradients"] for row in ran)
     claim = (
-        f"Each plan ran, op by op: the measured peak is the simulated one to the byte in {as_simulated} of {len(ran)},"
-        f" and all gradients are eager mode's bit for bit in {same}. The proof is of the least budget that has one."
+        f"Each plan ran, op by op: the measured peak, without what kernels hold for themselves, is at most the simulated"
+        f" one in {within} of {len(ran)} plans, and {percent(most)} below it at most; all gradients are eager mode's bit for"
+        f" bit in {same}. The proof is of the least budget that has one. The figure leaves out what costs more than"
+        f" {_MOST_EXTRA} %."
     )
     return "\n\n".join(["![extra time against peak](results/planners.png)", table([*head, "proof"], lines), claim])
 
@@ -149,7 +152,7 @@ def draw_planners(rows: Rows, path: Path) -> None:
     """Draw a panel a model: what each strategy's plans cost against the peak that they were measured to take."""
     models = by_model([row for row in rows if row["extra_cost"] is not None])
     names = list(dict.fromkeys(row["strategy"] for row in rows))
-    size = (4.4 * len(models), 4.6)
+    size = (4.4 * len(models) + 2.2, 4.2)
     figure, grid = plt.subplots(1, len(models), figsize=size, squeeze=False, sharey=True, layout="constrained")
     colours, markers = plt.get_cmap("tab20"), "osPX^vD*"
     for axes, (model, own) in zip(grid.flat, models.items(), strict=True):
@@ -162,7 +165,7 @@ def draw_planners(rows: Rows, path: Path) -> None:
         axes.set_ylim(0, _MOST_EXTRA)
         axes.grid(alpha=0.25)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
     figure.supxlabel("measured peak, % of the plain step's", fontsize=10)
     figure.supylabel("extra time by roofline, %", fontsize=10)
     figure.savefig(path, dpi=130, format="png")
