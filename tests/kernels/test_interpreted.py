@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "on_triton").glob("test_*.py"))
 # A process takes seconds to begin: one for each of two cores.
-PROCESSES = [FILES[first::2] for first in range(2)]
+PROCESSES = [FILES[:2], FILES[2:]]
 
 
 @pytest.mark.parametrize("paths", PROCESSES, ids=lambda paths: paths[0].stem)
