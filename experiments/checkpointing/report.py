@@ -140,10 +140,10 @@ def planners_block(folder: Path) -> str:
     most = max(1 - row["tensors_peak_bytes"] / row["simulated_peak_bytes"] for row in ran)
     same = sum(row["same_gradients"] for row in ran)
     claim = (
-        f"Each plan ran, op by op: the measured peak, without what kernels hold for themselves, is at most the simulated"
-        f" one in {within} of {len(ran)} plans, and {percent(most)} below it at most; all gradients are eager mode's bit for"
-        f" bit in {same}. The proof is of the least budget that has one. The figure leaves out what costs more than"
-        f" {_MOST_EXTRA} %."
+        f"Each plan ran, op by op: the measured peak, without what kernels hold for themselves, is at most the"
+        f" simulated one in {within} of {len(ran)} plans, and {percent(most)} below it at most; all gradients are eager"
+        f" mode's bit for bit in {same}. The proof is of the least budget that has one. The figure leaves out plans"
+        f" that cost more than {_MOST_EXTRA} %."
     )
     return "\n\n".join(["![extra time against peak](results/planners.png)", table([*head, "proof"], lines), claim])
 
