@@ -134,7 +134,7 @@ class Fit:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        steps = [("as it is", self.plain), (self.chosen.name, self.plan)]
+        steps = [("unchanged", self.plain), (self.chosen.name, self.plan)]
         timelines = [(title, plan.graph, plan.schedule) for title, plan in steps]
         draw(path, timelines, self.budget_bytes, self._draw_trade_off)
 
@@ -155,7 +155,7 @@ class Fit:
             if each.plan is not None:
                 (point,) = axes.plot(each.plan.peak_bytes / _MIB, each.time, "o", label=each.name)
                 point.set_fillstyle("full" if each is self.chosen else "none")
-        axes.plot(most / _MIB, 1, "o", color="black", label="as it is")
+        axes.plot(most / _MIB, 1, "o", color="black", label="unchanged")
         if self.budget_bytes is not None:
             axes.axvline(self.budget_bytes / _MIB, color="crimson", linewidth=0.9, linestyle="--")
         axes.set_xlabel("peak, MiB")

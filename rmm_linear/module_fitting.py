@@ -2,7 +2,7 @@
 
     plan = fit(model, batch, budget="60%", noise=0.01, executor=None)
 
-The means are the model as it is; its linear layers with inputs in 8 or 4 bits, or sketched (`convert_linears`); and
+The means are the unchanged model; its linear layers with inputs in 8 or 4 bits, or sketched (`convert_linears`); and
 each of these with as few of its repeated blocks checkpointed (`torch.utils.checkpoint`) as the budget allows. The step
 of the whole sample runs by each: peaks and times are measured, and the noise on parts of the sample.
 """
@@ -136,7 +136,7 @@ def fit_modules(
 
 
 class _Trials:
-    """Runs the step of a sample by all means; where the step fits as it is, by sketches alone, which may be faster."""
+    """Runs the step of a sample by all means; where the unchanged step fits, by sketches alone, which may be faster."""
 
     def __init__(
         self, model: nn.Module, sample: Any, budget: Budget | None, limit: float, ways: set[str], loss_fn: Loss | None
@@ -152,7 +152,7 @@ class _Trials:
         self.budget_bytes = None if budget is None else budget.in_bytes(self.plain_bytes or 0)
         self._add({})
         if not self.candidates and (budget is None or budget.is_relative):
-            raise ValueError("the step runs out of memory as it is: pass a budget in bytes")
+            raise ValueError("the unchanged step runs out of memory: pass a budget in bytes")
         self.plain_ms = self.candidates[0].time if self.candidates else math.inf
         is_tight = not self._fits({})
         codes = _CODES if is_tight and "code" in ways and limit > 0 else ()
@@ -271,7 +271,7 @@ class _Trials:
         least = self._budget.that_holds(least_bytes, self.plain_bytes or 0)
         asked = f"{self._budget} = {readable(self._budget.in_bytes(self.plain_bytes or 0))}"
         text = f"fit found no means within {asked}; the least that was found takes {least}"
-        whole = [] if self.plain_bytes is None else [f"the step takes {readable(self.plain_bytes)} as it is"]
+        whole = [] if self.plain_bytes is None else [f"the unchanged step takes {readable(self.plain_bytes)}"]
         return "; ".join([f"{text} = {readable(least_bytes)}", *whole, *self.notes])
 
 
@@ -334,7 +334,7 @@ def _name(options: Mapping[str, Any], checkpoints: int) -> str:
     parts = [options.get("storage") or f"ratio {options['ratio']:g}"] if options else []
     if checkpoints:
         parts.append(f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}")
-    return " + ".join(parts) or "as it is"
+    return " + ".join(parts) or "unchanged"
 
 
 def _first_line(error: Exception) -> str:

@@ -80,7 +80,7 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
     assert _peak_of(model, batch) == pytest.approx(found.chosen.least_bytes, rel=0.01)
     assert found.chosen.least_bytes <= found.budget_bytes == int(0.6 * found.plain_bytes)
     assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
-    assert {each.name for each in found.candidates} == {"as it is", f"{count} checkpoints"}
+    assert {each.name for each in found.candidates} == {"unchanged", f"{count} checkpoints"}
     for part in ("no compiler was used", "time, ms", "does not fit", f"{found.chosen.time:.1f}"):
         assert part in str(found)
     found.remove()
@@ -131,14 +131,14 @@ def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
     assert found.chosen.name == "ratio 0.25"
     assert [each.name for each in found.candidates if each.noise] == ["ratio 0.1", "ratio 0.25"]
     # the default allows no sketches
-    assert [each.name for each in fit_stack(_stack(), batch).candidates] == ["as it is"]
+    assert [each.name for each in fit_stack(_stack(), batch).candidates] == ["unchanged"]
 
 
 def test_what_can_not_be_met_names_the_least(batch):
     model = _stack()
     given = _attributes(model)
     with pytest.raises(
-        InfeasibleBudgetError, match=r"found no means within 5% = .*takes [\d.]+% = .*; the step takes .* as it is$"
+        InfeasibleBudgetError, match=r"found no means within 5% = .*takes [\d.]+% = .*; the unchanged step takes .*$"
     ) as told:
         fit_stack(model, batch, "5%")
     assert _attributes(model) == given
@@ -215,7 +215,7 @@ def test_what_others_change_after_the_fit_stays(batch, times):
     found.remove()
     assert model[1].forward is ours
     del model[1].forward, model.forward, model[0].forward
-    assert fit_stack(model, batch, noise=0).chosen.name == "as it is"
+    assert fit_stack(model, batch, noise=0).chosen.name == "unchanged"
 
 
 def test_checkpoints_of_transformers_stay_where_the_user_enables_them_after_the_fit(times):
@@ -248,7 +248,7 @@ def test_of_nested_blocks_the_inner_ones_are_checkpointed(batch, times):
 
 def test_noise_buys_more_time_than_measurements_vary_by(batch, times):
     times.update({"ratio 0.1": 8.6, "ratio 0.25": 9.0, "ratio 0.5": 9.0})
-    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "as it is"
+    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "unchanged"
     times["ratio 0.1"] = 8.5
     assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "ratio 0.1"
 
@@ -273,7 +273,7 @@ def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module_fitting, "median_ms", fails)
-        with pytest.raises(ValueError, match="as it is: out of memory; .*[34] checkpoints: out of memory$"):
+        with pytest.raises(ValueError, match="unchanged: out of memory; .*[34] checkpoints: out of memory$"):
             fit_stack(_stack(), batch, "16MiB", noise=0)
 
     class Twice(nn.GELU):
@@ -363,7 +363,7 @@ def test_random_states_of_the_devices_of_all_arguments_are_kept(monkeypatch):
 def test_the_table_has_measured_peaks_and_times_of_steps_that_do_not_fit(batch, times):
     found = fit_stack(_stack(), batch, "60%", noise=0)
     (line,) = (line for line in str(found).splitlines() if "does not fit" in line)
-    assert line.split() == ["as", "it", "is", f"{found.plain_bytes / 2**20:.2f}", "9.0", "does", "not", "fit"]
+    assert line.split() == ["unchanged", f"{found.plain_bytes / 2**20:.2f}", "9.0", "does", "not", "fit"]
 
 
 def test_a_fit_looks_at_gradients_and_warns_once_of_layers_that_stay_exact(batch, times):
@@ -398,7 +398,7 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
 
     monkeypatch.setattr(module_fitting, "measure_peak_bytes", measure)
     found = fit_stack(_stack(), batch, "16MiB", noise=0)
-    assert "as it is: out of memory" in str(found)
+    assert "unchanged: out of memory" in str(found)
     assert found.chosen.least_bytes <= 16 * 2**20
     with pytest.raises(InfeasibleBudgetError, match=r"noisier than .*, or a larger budget$"):
         fit_stack(_stack(), batch, "22MiB", noise=1e-9, allow="code")
