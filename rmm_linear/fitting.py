@@ -276,8 +276,8 @@ def fit(
             loaded again, where that takes less time than other plans.
         executor: "inductor" compiles the step; "exact" runs it op by op. With None there is no compiler: steps run on
             the sample with linear layers converted, repeated blocks checkpointed, or both, and the fastest such means
-            is installed, whose measured peak and noise are within the limits. "60%" is then of the measured peak of
-            the step as it is, loss included; batches of other shapes have no plan; and all parameters have to be on
+            is installed, whose measured peak and noise are within the limits. "60%" is then a share of the unchanged
+            step's measured peak, loss included. Batches of other shapes have no plan. All parameters have to be on
             one device, a CPU or a CUDA GPU.
         page_to: A folder, or "host" for the host's memory, where "page" is allowed.
 

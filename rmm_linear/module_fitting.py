@@ -49,7 +49,7 @@ from rmm_linear.variance.step_noise import StepNoise, gradient_of
 # Options of converted layers.
 _CODES: tuple[dict[str, Any], ...] = ({"ratio": 1.0, "storage": "int8"}, {"ratio": 1.0, "storage": "int4"})
 _SKETCHES: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.25}, {"ratio": 0.1})
-# These belong to transformers, whose own method would install hooks beside them.
+# Attributes by which transformers checkpoints a block; `gradient_checkpointing_enable` would install hooks as well.
 _FLAG, _FUNCTION, _BLOCK = "gradient_checkpointing", "_gradient_checkpointing_func", "GradientCheckpointingLayer"
 # Measured times differ by some percent from run to run: noise has to buy more.
 _LEAST_GAIN = 1.05

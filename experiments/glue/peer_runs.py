@@ -1,7 +1,7 @@
 """Runs of the study in which the code of another project takes part; `experiments.glue.peers` has the command.
 
-The code is loaded from checkouts. The layers are those that `convert_linears` would convert. Kept bytes are those that
-autograd's hooks see, and the tensors that a Python function of the graph has as attributes.
+The code is loaded from checkouts, and replaces the linear layers that `convert_linears` would convert. Kept bytes count
+the tensors that autograd's hooks see, and the tensors that a Python function of the graph has as attributes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ project. fewbit's activation functions need its native library beside its `__ini
     cmake -S FEWBIT -B BUILD -DCMAKE_PREFIX_PATH="$(python -c 'import torch.utils as u; print(u.cmake_prefix_path)')"
     cmake --build BUILD && cp BUILD/fewbit/libfewbit.so FEWBIT/fewbit/
 
-Learning rate, epochs, batches and their order are the study's of the task and the seed, and the layers are those that
+A run takes learning rate, epochs, batches and their order from the study, and replaces the linear layers that
 `convert_linears` would convert. A run that is finished, or that has failed, is a row at once, and is not run again.
 """
 
@@ -124,7 +124,7 @@ def time_all(options: argparse.Namespace) -> None:
             step = run.timed_step()
             step()
             steps[peer.name] = step
-        # its error has a row of its own
+        # the row of the run has the error
         except Exception:
             traceback.print_exc()
     rounds = [{name: step() for name, step in steps.items()} for _ in range(1 + _ROUNDS)]
@@ -180,11 +180,13 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
     header = ["method", *tasks, "keeps", "time of a step", "error"]
     made_by = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
-        f"{table(header, lines)}\n\nScore minus exact's of the same seed in points: mean over seeds ± half of the 95 %"
-        " interval (number of seeds); with so few seeds the table ranks nothing. Keeps: of what exact keeps on the same"
-        " batch, padded as the method needs it. Time: CPU seconds of a step in one thread over those of eager exact"
-        f" layers, on one batch of 32 x 128, median and 20-80 % quantiles of {_ROUNDS} rounds. Commit {made_by}, torch"
-        f" {rows[0]['torch']}; rows of rmm_linear are the study's runs on a CPU."
+        f"{table(header, lines)}\n\nA task's column has the points by which a method scores more than exact layers of"
+        " the same seed: the mean over the seeds ± half of the 95 % interval (number of seeds). So few seeds rank no"
+        ' method. "keeps" divides the bytes that a method keeps for the backward pass by the bytes that exact layers'
+        ' keep on the same batch, which is padded as the method needs it. "time of a step" divides the CPU seconds of a'
+        " step by an eager exact step's, in one thread on one batch of 32 x 128: median and 20-80 % quantiles of"
+        f" {_ROUNDS} rounds. The rows were made at commit {made_by} with torch {rows[0]['torch']}; rows of rmm_linear"
+        " come from the study's runs on a CPU."
     )
 
 

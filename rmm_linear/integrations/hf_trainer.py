@@ -72,10 +72,10 @@ class RMMCallback(TrainerCallback):
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
     - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
 
-    They come as a log of their own, straight after each training log. Nothing of this is logged under `torch.compile`,
-    which would compile the measurement, under `DataParallel`, and in a planned model (`checkpoint_model`), whose plan
-    says what it keeps. If less than half of the saving that the layers promise one by one is measured, a warning tells
-    the reasons.
+    The callback logs these three values right after each training log. It measures and logs none of them under
+    `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
+    (`checkpoint_model`), whose plan has the kept bytes. If less than half of the saving that the layers promise one by
+    one is measured, a warning tells the reasons.
 
     With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
     go to `rmm_noise.jsonl` in the output folder, the monitor's state is part of the trainer's checkpoints (and restored

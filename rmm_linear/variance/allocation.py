@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import describe
@@ -178,25 +178,6 @@ class Allocation:
     def noise_ratio(self) -> float:
         """The variance over the minibatch's, both summed over the layers; nan if one of the latter is not known."""
         return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return layers and gap as plain values, ready for JSON; None for a number that is not known."""
-        layers = []
-        for layer in self.layers:
-            values = {**vars(layer), **vars(layer.option), "config": layer.option.config.to_dict()}
-            del values["options"]
-            layers.append({name: None if value != value else value for name, value in values.items()})
-        return {"layers": layers, "gap": self.gap}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Allocation":
-        """Make an allocation of `to_dict`'s output."""
-        layers = []
-        for layer in values["layers"]:
-            option = Option(RMMConfig.from_dict(layer["config"]), layer["saved_bytes"], layer["variance"])
-            minibatch = math.nan if layer["minibatch_variance"] is None else layer["minibatch_variance"]
-            layers.append(LayerProfile(layer["name"], layer["gradient_squared"], minibatch, (option,), layer["group"]))
-        return cls(tuple(layers), values["gap"])
 
     def __str__(self) -> str:
         table: list[tuple[str, ...]] = [("layer", "config", "bytes", "relative variance")]

@@ -1,7 +1,6 @@
 """Allocation of sketches to layers: against all combinations, the closed form, and what must hold of any optimum."""
 
 import itertools
-import json
 import math
 import random
 from dataclasses import replace
@@ -172,16 +171,6 @@ def test_totals_are_sums_over_the_layers():
     assert table[4] == "2 layers keep 7 bytes; variance 0.05 of the squared gradient, 0.375 of the minibatch's variance"
     assert hash(found) == hash(Allocation(found.layers))
     assert str(replace(found, gap=0.0123)).endswith("minibatch's variance; no other choice spares more than 1.23%")
-
-
-@pytest.mark.parametrize("profile", [realistic_profile(3, 4, seed=0), shared_profile(random.Random(1))])
-def test_allocations_survive_json(profile):
-    found = allocate_ratios(profile, 1e9)
-    assert Allocation.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
-    unknown = NoiseProfile((replace(profile.layers[0], minibatch_variance=math.nan),))
-    values = json.loads(json.dumps(allocate_ratios(unknown, 1e9).to_dict(), allow_nan=False))
-    assert values["layers"][0]["minibatch_variance"] is None
-    assert math.isnan(Allocation.from_dict(values).layers[0].minibatch_variance)
 
 
 def test_allocations_of_given_configurations():
