@@ -384,6 +384,7 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
     model, batch = workload.at(shape)
     # given, and not made by `backward`: it would count
     tangent = torch.ones(())
+    torch.manual_seed(0)
     workload.step(model, **batch).backward(tangent)  # type: ignore[no-untyped-call]
     exact = [parameter.grad for parameter in model.parameters()]
     graph = capture(model, kwargs=batch, step=workload.step).graph
@@ -410,6 +411,8 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
 
             def step(own: nn.Module = own, planned: Callable[..., Tensor] = planned) -> None:
                 own.zero_grad(set_to_none=True)
+                # for dropout
+                torch.manual_seed(0)
                 planned(**batch).backward(tangent)  # type: ignore[no-untyped-call]
 
             step()
