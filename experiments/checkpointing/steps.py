@@ -419,7 +419,7 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
             pairs = zip(exact, (parameter.grad for parameter in own.parameters()), strict=True)
             row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
             own.zero_grad(set_to_none=True)
-            row["tensors_peak_bytes"] = allocator_peaks(step)[1]
+            row["peak_bytes"] = allocator_peaks(step)[0]
             print(f"{workload.title}, {name} at {percent} %: {row}", flush=True)
             yield row | {"proof": schedule.proof}
 

@@ -52,15 +52,15 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
 
 def test_plans_that_ran_are_a_line_a_strategy_and_their_peaks_are_counted(tmp_path: Path) -> None:
     row = {"model": "net", "ops": 7, "plain_peak_bytes": 100, "strategy": "chen", "budget_percent": 80}
-    row |= {"planning_s": 0.5, "extra_cost": 0.1, "simulated_peak_bytes": 70, "tensors_peak_bytes": 70}
+    row |= {"planning_s": 0.5, "extra_cost": 0.1, "simulated_peak_bytes": 70, "peak_bytes": 70}
     row |= {"same_gradients": True, "proof": "its program has no plan of less cost"}
-    other = row | {"budget_percent": 60, "extra_cost": 0.3, "tensors_peak_bytes": 63, "proof": None}
+    other = row | {"budget_percent": 60, "extra_cost": 0.3, "peak_bytes": 63, "proof": None}
     refused = row | dict.fromkeys(row.keys() - {"model", "strategy", "budget_percent", "planning_s"})
     write_rows(tmp_path / report.PLANNERS_FILE, [row, other, refused | {"strategy": "olla"}])
     block = report.planners_block(tmp_path)
     assert "| net | chen | +10.0 %, 0.5 s | +30.0 %, 0.5 s | - | its program has no plan of less cost |" in block
     assert "| net | olla | - | - | - |  |" in block
-    assert "is at most the simulated one in 2 of 2 plans, and 10.0 % below it at most" in block
+    assert "is the simulated one to the byte in 1 of 2 plans" in block
 
 
 def test_the_committed_readme_is_what_the_results_say() -> None:
