@@ -6,6 +6,19 @@ from collections.abc import Sequence
 from rmm_linear.planning.graph import Graph, Op, Storage
 
 
+def of_edges(costs: Sequence[float], sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> Graph:
+    """Make a forward graph of nodes that write one storage each: of an edge (u, v), u < v, node v reads what u writes.
+
+    The outputs are the storages that no node reads.
+    """
+    before: list[list[int]] = [[] for _ in costs]
+    for u, v in edges:
+        before[v].append(u)
+    ops = (Op(str(v), cost, tuple(sorted({*before[v]})), (v,)) for v, cost in enumerate(costs))
+    outputs = sorted({*range(len(costs))}.difference(u for u, _ in edges))
+    return Graph(tuple(ops), tuple(Storage(str(v), size) for v, size in enumerate(sizes)), tuple(outputs))
+
+
 def with_backward(forward: Graph) -> Graph:
     """Add a backward pass to a forward graph of nodes that write one storage each.
 
@@ -51,7 +64,7 @@ def with_backward(forward: Graph) -> Graph:
 def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
     """Make a forward chain: each node reads the one before; each takes the time 1 if there are no costs."""
     edges = [(node, node + 1) for node in range(len(sizes) - 1)]
-    return Graph.from_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
+    return of_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
 
 
 def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
@@ -63,7 +76,7 @@ def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
     sizes = [max(1, size >> level) for level in (*range(depth + 1), *reversed(range(depth)))]
     edges = [(node, node + 1) for node in range(2 * depth)]
     edges += [(level, 2 * depth - level) for level in range(depth)]
-    return Graph.from_edges([float(draw.randint(1, 9)) for _ in sizes], sizes, edges)
+    return of_edges([float(draw.randint(1, 9)) for _ in sizes], sizes, edges)
 
 
 def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
@@ -74,7 +87,7 @@ def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
     draw = random.Random(seed)
     count = arms + 2
     edges = [(0, arm) for arm in range(1, arms + 1)] + [(arm, arms + 1) for arm in range(1, arms + 1)]
-    return Graph.from_edges(
+    return of_edges(
         [float(draw.randint(1, 9)) for _ in range(count)], [draw.randint(1, size) for _ in range(count)], edges
     )
 
@@ -108,6 +121,6 @@ def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, dens
                 if draw.random() < (density if distance == 0 else density / 3)
             ]
             edges += [(source, node) for source in sources or [draw.choice(layers[depth - 1])]]
-    return Graph.from_edges(
+    return of_edges(
         [float(draw.randint(1, 9)) for _ in range(nodes)], [draw.randint(1, size) for _ in range(nodes)], edges
     )

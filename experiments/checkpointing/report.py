@@ -139,9 +139,9 @@ def planners_block(folder: Path) -> str:
     to_the_byte = sum(row["peak_bytes"] == row["simulated_peak_bytes"] for row in ran)
     same = sum(row["same_gradients"] for row in ran)
     claim = (
-        f"Each plan ran, op by op: the measured peak, workspaces of kernels included, is the simulated one to the byte in"
-        f" {to_the_byte} of {len(ran)} plans; all gradients are eager mode's bit for bit in {same}. The proof is of the"
-        f" least budget that has one. The figure leaves out plans that cost more than {_MOST_EXTRA} %."
+        f"Each plan ran, op by op: the measured peak, workspaces of kernels included, is the simulated one to the byte"
+        f" in {to_the_byte} of {len(ran)} plans; all gradients are eager mode's bit for bit in {same}. The proof is of"
+        f" the least budget that has one. The figure leaves out plans that cost more than {_MOST_EXTRA} %."
     )
     return "\n\n".join(["![extra time against peak](results/planners.png)", table([*head, "proof"], lines), claim])
 

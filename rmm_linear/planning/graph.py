@@ -20,10 +20,8 @@ Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from numbers import Real
 from typing import Any
 
@@ -123,7 +121,7 @@ class Graph:
                 if index not in written:
                     raise ValueError(
                         f"op {op.name!r} reads {self.storages[index].name!r} before it is written: the graph is cyclic,"
-                        " or its ops are not in an order in which they can run (`Graph.from_edges` sorts them)"
+                        " or its ops are not in an order in which they can run"
                     )
             for index in op.writes:
                 if index in written:
@@ -150,60 +148,6 @@ class Graph:
     def _check_index(self, index: int, where: str) -> None:
         if not 0 <= index < len(self.storages):
             raise ValueError(f"{where} names storage {index}, of which there are {len(self.storages)}")
-
-    @classmethod
-    def from_edges(
-        cls,
-        costs: Sequence[float],
-        sizes: Sequence[int],
-        edges: Sequence[tuple[int, int]],
-        *,
-        outputs: Sequence[int] | None = None,
-        cost_unit: str = "ops",
-    ) -> "Graph":
-        """Make a forward graph of nodes that write one storage each.
-
-        Args:
-            costs: Time of each node, positive.
-            sizes: Bytes of each node's storage.
-            edges: Pairs (u, v): node v reads what node u writes. Nodes may be numbered in any order.
-            outputs: Nodes whose storage must be there at the end; by default, the nodes that no other reads.
-            cost_unit: See `Graph`.
-
-        Returns:
-            The graph, its ops in an order in which they can run: the given one where it is one. Op i and storage i
-            are node i of that order, with the node's number for a name.
-
-        Raises:
-            ValueError: If there is a cycle, or the arguments do not fit each other.
-        """
-        count = len(costs)
-        if len(sizes) != count:
-            raise ValueError(f"{count} costs and {len(sizes)} sizes were given; a node has one of each")
-        before: dict[int, set[int]] = {node: set() for node in range(count)}
-        for u, v in edges:
-            if not (0 <= u < count and 0 <= v < count):
-                raise ValueError(f"edge {(u, v)} names a node that does not exist; there are {count}")
-            before[v].add(u)
-        order = list(before)
-        if any(u >= v for u, v in edges):
-            try:
-                order = list(TopologicalSorter(before).static_order())
-            except CycleError as error:
-                nodes = sorted(set(error.args[1]))[:10]
-                raise ValueError(f"the graph is cyclic: nodes {nodes} wait for each other") from None
-        place = {node: position for position, node in enumerate(order)}
-        if outputs is None:
-            outputs = sorted(set(before).difference(*before.values()))
-        return cls(
-            ops=tuple(
-                Op(str(node), costs[node], tuple(sorted(place[u] for u in before[node])), (place[node],))
-                for node in order
-            ),
-            storages=tuple(Storage(str(node), sizes[node]) for node in order),
-            outputs=tuple(sorted(place[node] for node in outputs)),
-            cost_unit=cost_unit,
-        )
 
     @cached_property
     def runnable(self) -> tuple[Op, ...]:

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from experiments.checkpointing.generators import with_backward
+from experiments.checkpointing.generators import of_edges, with_backward
 from rmm_linear.checkpointing import capture
 from rmm_linear.planning.graph import Graph
 
@@ -15,7 +15,7 @@ def residual_chain(blocks: int, *, size: int = 64) -> Graph:
     """A training graph: each third node of a chain also reads the one three before."""
     count = 3 * blocks + 1
     edges = [(node, node + 1) for node in range(count - 1)] + [(3 * block, 3 * block + 3) for block in range(blocks)]
-    return with_backward(Graph.from_edges([[1.0, 4.0, 4.0][node % 3] for node in range(count)], [size] * count, edges))
+    return with_backward(of_edges([[1.0, 4.0, 4.0][node % 3] for node in range(count)], [size] * count, edges))
 
 
 def dense_blocks(blocks: int, layers: int, *, growth: int = 8) -> Graph:
@@ -35,7 +35,7 @@ def dense_blocks(blocks: int, layers: int, *, growth: int = 8) -> Graph:
         for _ in range(layers):
             outputs.append(layer(outputs, growth))
         last = layer(outputs, 2 * growth)
-    return with_backward(Graph.from_edges(costs, sizes, edges))
+    return with_backward(of_edges(costs, sizes, edges))
 
 
 @cache

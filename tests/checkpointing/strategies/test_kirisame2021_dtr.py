@@ -5,8 +5,7 @@ import random
 import pytest
 from strategy_contract import large_graphs
 
-from experiments.checkpointing.generators import chain, random_layers, with_backward
-from rmm_linear.planning.graph import Graph
+from experiments.checkpointing.generators import chain, of_edges, random_layers, with_backward
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 from rmm_linear.planning.strategies.kirisame2021_dtr import (
@@ -28,7 +27,7 @@ def test_the_neighbourhood_reaches_through_what_is_evicted_and_no_further():
 
 
 def test_a_union_find_counts_siblings_and_forgets_that_a_component_falls_apart():
-    graph = Graph.from_edges([1.0, 2.0, 4.0, 8.0], [1] * 4, [(0, 1), (0, 2), (2, 3)])
+    graph = of_edges([1.0, 2.0, 4.0, 8.0], [1] * 4, [(0, 1), (0, 2), (2, 3)])
     near, exact = UnionFind(graph), ExactNeighbourhood(graph)
     for index in (0, 1, 2):
         near.evict(index)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from network_shapes import dense_blocks, residual_chain
 
-from experiments.checkpointing.generators import chain, random_layers, star, with_backward
+from experiments.checkpointing.generators import chain, of_edges, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.simulate import peak_and_cost
@@ -111,7 +111,7 @@ def test_plans_keep_their_caps() -> None:
 def test_plans_of_fractional_costs_keep_their_caps() -> None:
     """Costs with no common divisor share levels of the table."""
     draw = random.Random(3)
-    graph = Graph.from_edges([draw.uniform(0.1, 9.0) for _ in range(60)], [4] * 60, [(i, i + 1) for i in range(59)])
+    graph = of_edges([draw.uniform(0.1, 9.0) for _ in range(60)], [4] * 60, [(i, i + 1) for i in range(59)])
     nodes = NodeGraph.of_forward(graph)
     program = LowerSetProgram(nodes, ancestor_closures(nodes))
     for cap in np.linspace(program.least_cap, program.largest_cap, 7).astype(int).tolist():
