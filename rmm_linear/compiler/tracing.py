@@ -292,14 +292,14 @@ def _as_eager_runs_it() -> Iterator[None]:
     # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     removed: list[tuple[Any, Any, Any]] = []
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if namespace != "aten" or "batch_norm" in packet:
+    # an op that was not looked up before has no Python code
+    packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
+    ops = [(packet.__name__, op) for packet in packets for op in list(vars(packet).values())]
+    for name, op in ops:
+        if not isinstance(op, torch._ops.OpOverload) or "batch_norm" in name:
             continue
-        op: Any = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
         for key in keys:
-            if op is not None and key in op.py_kernels:
+            if key in op.py_kernels:
                 removed.append((op, key, op.py_kernels.pop(key)))
                 op._dispatch_cache.clear()
     # a seed that is drawn and left, since another layer's is shared, moves the generator as in eager mode
