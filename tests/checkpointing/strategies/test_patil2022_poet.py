@@ -39,7 +39,7 @@ _SMALL = {
 def test_no_order_of_its_stages_and_loads_is_cheaper(graph):
     program = PagingProgram(graph)
     plain = peak_and_cost(graph, range(len(graph.ops)))[0]
-    for budget in range(plain // 2, plain + 1):
+    for budget in range(plain // 2, plain + 1, 2):
         found, best = program.solve(budget), cheapest_of_stages(graph, budget)
         assert found.status == ("infeasible" if best is None else "optimal")
         assert found.cost == pytest.approx(math.inf if best is None else best)
