@@ -176,8 +176,8 @@ class CheckpointPlan:
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (
-                f"eager mode takes {self._sizes(self.eager_peak_bytes)}: the captured step, of which budgets in percent"
-                f" are a part, {parts[0]:.1f} % of that, and the plan {parts[1]:.1f} %"
+                f"eager mode takes {self._sizes(self.eager_peak_bytes)}; the captured step takes {parts[0]:.1f} % of"
+                f" that without a plan, and {parts[1]:.1f} % with it"
             )
         outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
         of_what = "results" if self.graph.freed else "gradients and results"
