@@ -120,15 +120,18 @@ def choose(
     assert budget_bytes is not None
     if fitting:
         exact = [each.least_bytes for each in candidates if each.is_exact]
-        text, least_bytes = _refusal_for_noise(candidates, limit, exact), min(exact, default=budget_bytes)
+        text = _refusal_for_noise(candidates, limit, exact, budget_bytes)
+        least_bytes = min(exact, default=budget_bytes)
     else:
         least_bytes = min(each.least_bytes for each in candidates)
         text = refusal(least_bytes)
     raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=least_bytes)
 
 
-def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact: Sequence[int]) -> str:
-    end = f"exact gradients take {readable(min(exact))} at the least" if exact else ""
+def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact: Sequence[int], budget_bytes: int) -> str:
+    end = f"the budget is {readable(budget_bytes)}"
+    if exact:
+        end += f", and exact gradients take {readable(min(exact))} at the least"
     measured = [(each.noise_ratio, each.name) for each in candidates if each.noise is not None]
     if not measured:
         text = next(each.obstacle for each in candidates if each.obstacle)
@@ -140,7 +143,7 @@ def _refusal_for_noise(candidates: Sequence[Candidate], limit: float, exact: Seq
             f"the plans within the budget are noisier than noise={limit:g}: the least is {ratio:.2g} of the minibatch's"
             f" variance, with {name}; allow more noise, or a larger budget"
         )
-    return f"{text}; {end}" if end else text
+    return f"{text}; {end}"
 
 
 def is_without_contents(model: nn.Module) -> bool:

@@ -400,7 +400,7 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
     found = fit_stack(_stack(), batch, "16MiB", noise=0)
     assert "unchanged: out of memory" in str(found)
     assert found.chosen.least_bytes <= 16 * 2**20
-    with pytest.raises(InfeasibleBudgetError, match=r"noisier than .*, or a larger budget$"):
+    with pytest.raises(InfeasibleBudgetError, match=r"noisier than .*, or a larger budget; the budget is [^;,]+$"):
         fit_stack(_stack(), batch, "22MiB", noise=1e-9, allow="code")
     with pytest.raises(ValueError, match="pass a budget in bytes"):
         fit_stack(_stack(), batch, "50%")

@@ -51,6 +51,10 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
         if comparison.has_times:
             axes = next(panels)
             timed = [(row, row.time_over_exact, None) for row in members if row.time_over_exact is not None]
+            if not timed:
+                # no exact run to compare with
+                axes.set_visible(False)
+                continue
             _draw(axes, timed, names, scale)
             axes.set_title(f"{task}: step time")
             axes.set_ylabel("step time over exact's")

@@ -19,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     something to put right.
     """
     parser = argparse.ArgumentParser(
-        prog="rmm-linear", description="Linear layers that keep a sketch of their input.", allow_abbrev=False
+        prog="rmm-linear",
+        description="See what a model keeps for its backward pass, and plan its training within a byte budget.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():

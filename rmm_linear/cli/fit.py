@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=0.01,
         help="limit of the noise over the minibatch's: 0 allows exact steps alone, 0.05 sketches too (default: 0.01)",
     )
-    parser.add_argument("--figure", help="draw the timelines to this file")
+    parser.add_argument("--figure", help="draw the timelines, and peaks and times of all ways, to this file")
 
 
 def _number_or_max(text: str) -> int | str:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         found.figure(options.figure)
     if options.json:
         return json.dumps({"model": options.model, "batch": size, "length": options.seq, **_content(found)}), 0
-    heading = planning_heading(options, batch)
+    heading = planning_heading(options, batch, "are compiled by Inductor")
     if options.batch == LARGEST:
         heading += f"\n{size} is the largest batch that was found to fit"
     return "\n\n".join([heading, _NOTE, str(found)] if noise else [heading, str(found)]), 0

@@ -79,9 +79,9 @@ def build_model(models: ModuleType, options: argparse.Namespace, *, device: str,
     return model
 
 
-def planning_heading(options: argparse.Namespace, batch: Mapping[str, Tensor]) -> str:
-    """Say what a plan is for."""
-    return f"{options.model}, {options.dtype}, {shapes_of(batch)}; weights and the batch are not counted"
+def planning_heading(options: argparse.Namespace, batch: Mapping[str, Tensor], runs: str) -> str:
+    """Say what a plan is for, and how its steps run."""
+    return f"{options.model}, {options.dtype}, {shapes_of(batch)}; steps {runs}; weights and the batch are not counted"
 
 
 def shapes_of(batch: Mapping[str, Tensor]) -> str:

@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     get_strategy(options.strategy)
     with hf_models() as models:
         model = build_model(models, options, device="meta", caches=False)
-        batch = models.random_batch(model, batch=options.batch, length=options.seq)
+        batch = models.random_batch(model, batch=options.batch, length=options.seq, device="meta")
         captured = capture(model, (), batch)
     plan = plan_graph(captured.graph, budget, options.strategy)
     plan = replace(plan, eager_peak_bytes=captured.eager_peak_bytes)
@@ -47,4 +47,4 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "schedule": plan.schedule.to_dict(),
         }
         return json.dumps(found), 0
-    return f"{planning_heading(options, batch)}\n\n{plan}", 0
+    return f"{planning_heading(options, batch, 'run op by op')}\n\n{plan}", 0

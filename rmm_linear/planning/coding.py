@@ -225,5 +225,5 @@ class Coding:
         large = (tensor for tensor in self.exact if _PART * tensor.tensor_bytes >= self.freed_bytes)
         named = sorted(large, key=lambda tensor: -tensor.tensor_bytes)[:_MOST_NAMED]
         if named:
-            names = (f"{each.name}, {unit.of(each.tensor_bytes)}, by {each.reader}" for each in named)
+            names = (f"{each.name}, {unit.of(each.tensor_bytes)} {unit.name}, by {each.reader}" for each in named)
             yield f"read as they are: {'; '.join(names)}"

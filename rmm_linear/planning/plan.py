@@ -123,13 +123,15 @@ class CheckpointPlan:
         """Describe the training steps for a model card, in Markdown."""
         sketched = sum(_is_sketch(op) and not op.is_backward for op in self.graph.ops)
         is_exact = self.coding.is_exact and not sketched
+        # the other ones are sketches of the backend, which the coding tells
+        converted = sketched - sum(each.is_kept for each in self.coding.sketched)
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [
             f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",
             f"gradients: {'exact' if is_exact else 'estimates, unbiased but for what is named below'}",
             f"computed twice: {100 * (self.overhead - self.paging_overhead):.1f} % of the step's work",
             *self._paging(),
-            *([f"weight gradients of converted linear layers from {sketched} sketches"] if sketched else []),
+            *([f"weight gradients of converted linear layers from {converted} sketches"] if converted else []),
             *self.coding.lines(self._unit),
         ]
         head = f"## Training memory\n\nSteps were planned by rmm_linear {library_version()}:\n"
@@ -176,8 +178,8 @@ class CheckpointPlan:
         if self.eager_peak_bytes is not None:
             parts = [100 * size / max(1, self.eager_peak_bytes) for size in (self.plain.peak_bytes, self.peak_bytes)]
             yield (
-                f"eager mode takes {self._sizes(self.eager_peak_bytes)}: the captured step, of which budgets in percent"
-                f" are a part, {parts[0]:.1f} % of that, and the plan {parts[1]:.1f} %"
+                f"eager mode takes {self._sizes(self.eager_peak_bytes)}; the captured step takes {parts[0]:.1f} % of"
+                f" that without a plan, and {parts[1]:.1f} % with it"
             )
         outputs = sum(self.graph.storages[index].size_bytes for index in self.graph.outputs)
         of_what = "results" if self.graph.freed else "gradients and results"
@@ -196,7 +198,7 @@ class CheckpointPlan:
                 sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
                 for held in (self.plain.forward_live, self.planned.forward_live)
             ]
-            yield f"sketches in it: {self._sizes(*sketches)}"
+            yield f"sketches at the end of the forward pass: {self._sizes(*sketches)}"
         yield from self.coding.lines(self._unit)
 
     def _table(self) -> Iterator[str]:

@@ -37,6 +37,14 @@ def test_json_is_the_plan_of_the_real_model(folder, capsys):
     assert simulate(graph, schedule).overhead == pytest.approx(found["overhead"])
 
 
+def test_a_classifier_is_planned_with_its_labels(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=64, architectures=["BertForSequenceClassification"])
+    config.save_pretrained(tmp_path)
+    assert "budget" in run(capsys, str(tmp_path), *OPTIONS, "--budget", "90%")
+
+
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_is_told_in_percent_with_one_that_is_not(folder, capsys):
     assert main(["plan", folder, *OPTIONS, "--budget", "1%"]) == 2

@@ -392,6 +392,7 @@ def test_a_budget_comes_on_top():
     (plan,) = plans(model)[-1:]
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(plan.coding.sketched) == 3
+    assert "converted" not in plan.card()
 
 
 def test_converted_layers_keep_their_own_sketches():
@@ -402,7 +403,8 @@ def test_converted_layers_keep_their_own_sketches():
     # tanh keeps the last one's input: it was left exact
     assert [(each.layers, each.is_kept) for each in plan.coding.sketched] == [(1, False)]
     assert [op.kind for op in plan.graph.ops].count("rmm_linear.grad_weight") == 5
-    assert "sketches in it" in str(plan)
+    assert "sketches at the end of the forward pass" in str(plan)
+    assert "weight gradients of converted linear layers" in plan.card()
 
 
 def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():

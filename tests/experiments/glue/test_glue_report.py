@@ -135,6 +135,14 @@ def test_seeds_without_an_exact_run_are_left_out_of_differences_only(tmp_path: P
     assert "| 4 (3 paired) |" in markdown_table(compare(tmp_path))
 
 
+def test_a_folder_without_an_exact_run_has_a_report(tmp_path: Path) -> None:
+    for result in _fake_results(tmp_path):
+        if result["config"]["method"] == "exact":
+            (tmp_path / f"{result['name']}.json").unlink()
+    assert main([str(tmp_path)]) == 0
+    assert (tmp_path / "report.png").exists()
+
+
 @pytest.mark.parametrize("task", ["demo", "mrpc"])
 def test_the_markdown_has_a_row_a_method_and_every_mean(task: str, tmp_path: Path) -> None:
     results = _fake_results(tmp_path, task=task, metrics=2 if task == "mrpc" else 1)
