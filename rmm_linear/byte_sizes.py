@@ -25,13 +25,15 @@ UNITS: Mapping[str, int] = MappingProxyType(
         **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
     }
 )
-_MIB, _GIB, _TIB = (Unit(name, UNITS[name]) for name in ("MiB", "GiB", "TiB"))
+_KIB, _MIB, _GIB, _TIB = (Unit(name, UNITS[name]) for name in ("KiB", "MiB", "GiB", "TiB"))
 # A size stays in the smaller unit up to five digits before the point: few models change it between two runs.
 _MOST = 10_000
 
 
 def unit_for(largest_bytes: float) -> Unit:
-    """Choose one unit for a table, MiB unless that makes long numbers."""
+    """Choose one unit for a table: KiB below a MiB, or else MiB unless that makes long numbers."""
+    if largest_bytes < _MIB.size_bytes:
+        return _KIB
     fitting = (unit for unit in (_MIB, _GIB) if largest_bytes < _MOST * unit.size_bytes)
     return next(fitting, _TIB)
 
@@ -43,7 +45,7 @@ def readable(size_bytes: int) -> str:
         >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)
         ('300 bytes', '19.91 KiB', '5.00 MiB', '3072.00 GiB')
     """
-    if size_bytes < UNITS["KiB"]:
+    if size_bytes < _KIB.size_bytes:
         return f"{size_bytes} bytes"
-    unit = Unit("KiB", UNITS["KiB"]) if size_bytes < UNITS["MiB"] else unit_for(size_bytes)
+    unit = unit_for(size_bytes)
     return f"{unit.of(size_bytes)} {unit.name}"

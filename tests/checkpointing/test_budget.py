@@ -76,7 +76,7 @@ def test_sizes_are_shown_in_a_unit_that_keeps_numbers_short():
         "9.77 GiB",
         "20.00 TiB",
     ]
-    assert [unit_for(size).name for size in (0, 2**33, 2**40, 2**44)] == ["MiB", "MiB", "GiB", "TiB"]
+    assert [unit_for(size).name for size in (0, 2**20, 2**33, 2**40, 2**44)] == ["KiB", "MiB", "MiB", "GiB", "TiB"]
 
 
 def _step(model, x):
