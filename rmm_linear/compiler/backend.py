@@ -28,7 +28,7 @@ from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
-from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
+from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints, run_with_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import Bits, sketch_ratio
@@ -312,7 +312,7 @@ class PlannedGraph:
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
             self._unplanned.add(key)
-            return self._module(*arguments)
+            return run_with_checkpoints(self._module, arguments) if self.has_checkpoints else self._module(*arguments)
         self.variants.pop(key, None)
         self.variants[key] = variant
         while len(self.variants) > _MOST_VARIANTS:
