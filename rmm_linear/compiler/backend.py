@@ -205,6 +205,11 @@ class Group:
         )
         return Budget.of(share)
 
+    def allowed_bytes(self, frame: Any) -> int:
+        """Return the most bytes that a plan of a frame was made for; 0 before the first one."""
+        graphs = [graph for graph in self.graphs if graph.frame == frame]
+        return max((variant.plan.budget_bytes for graph in graphs for variant in graph.variants.values()), default=0)
+
     def _peaks(self) -> dict[Any, int]:
         found: dict[Any, int] = {}
         for graph in self.graphs:
@@ -463,9 +468,14 @@ class PlannedGraph:
             return CheckpointPlan.of(graph, options.schedule)
         if self._group.plans_nothing or options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
+        budget = self._group.share_of(self, plain_peak_bytes(graph))
         try:
-            return plan_graph(graph, self._group.share_of(self, plain_peak_bytes(graph)), options.strategy)
+            return plan_graph(graph, budget, options.strategy)
         except InfeasibleBudgetError as error:
+            # gradients are most of a small batch's peak: it may take as much as a larger one before
+            allowed_bytes = self._group.allowed_bytes(self.frame) if budget.is_relative else 0
+            if error.least_bytes <= allowed_bytes:
+                return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several
             count = len({graph.frame for graph in self._group.graphs})
             if count == 1:

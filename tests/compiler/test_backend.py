@@ -209,6 +209,16 @@ def test_checkpoints_of_the_model_itself_are_replaced_with_a_warning_and_draw_on
     assert runs(options) == 3
 
 
+def test_a_small_batch_may_take_what_a_larger_one_was_allowed():
+    model, options = Net(), exact("60%")
+    run = torch.compile(model, backend="rmm_linear", options=options)
+    # of one row's peak gradients are more than a share
+    assert_trains_as(copy.deepcopy(model), run, model, [X, X[:1]])
+    whole, small = plans(model)
+    assert 0.6 * small.plain.peak_bytes < small.peak_bytes <= whole.budget_bytes
+    assert runs(options) == 2
+
+
 def test_checkpoints_of_the_model_itself_stay_where_it_is_not_captured(monkeypatch):
     def refuse(*_, **__):
         raise CaptureError("refused")
