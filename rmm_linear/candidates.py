@@ -165,7 +165,7 @@ class NotMeasurableError(ValueError):
 
 
 def plain_batch(batch: Any) -> Any:
-    """Return a batch as a dict where it is one of a tokenizer, which is none."""
+    """Return a batch as a dict of its own where it is a mapping: a loss may take the labels out."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
@@ -185,7 +185,7 @@ def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tu
     devices = {each.device for each in model.parameters() if each.is_cuda}
     try:
         with torch.random.fork_rng(devices):
-            loss_fn(model, batch)
+            loss_fn(model, plain_batch(batch))
     except _Called as called:
         args, kwargs = called.args
         return args, kwargs
@@ -197,7 +197,7 @@ def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tu
 def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
     """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`."""
     if loss_fn is not None:
-        return loss_fn(model, batch)
+        return loss_fn(model, plain_batch(batch))
     args, kwargs = arguments_of_sample(batch)
     found = model(*args, **kwargs)
     loss = getattr(found, "loss", found)

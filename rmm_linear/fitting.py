@@ -179,8 +179,10 @@ class Fit:
         same for any size.
 
         Raises:
-            ValueError: If it can't be measured with the batch.
+            ValueError: If it can't be measured with the batch, or the model is in eval mode.
         """
+        if not self.model.training:
+            raise ValueError("the model is in eval mode, in which its gradients are exact: call model.train() first")
         planned = self.model._compiled_call_impl
         remove_checkpointing(self.model)
         try:

@@ -446,3 +446,22 @@ def test_pages_that_take_long_or_are_not_needed_are_not_taken(batch, page_time, 
     monkeypatch.setattr(fitting, "_MOST_OPS_OF_PAGER", 10)
     with pytest.warns(UserWarning, match="would take minutes for the step's [0-9]+ ops"):
         assert len(fit(found.remove(), batch, "90%", noise=0, **_PAGING).candidates) == 1
+
+
+@pytest.mark.parametrize("executor", ["inductor", None])
+def test_a_loss_may_take_the_labels_out_of_its_batch(batch, executor):
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch.pop("x")), batch.pop("y"))
+
+    model = nn.Sequential(*_model().blocks, nn.Linear(WIDTH, 5))
+    found = fit(
+        model, dict(zip("xy", batch, strict=True)), "80%", 1e3, loss_fn=loss_fn, allow="code", executor=executor
+    )
+    assert found.chosen.noise.step.value > 0
+
+
+def test_noise_is_not_measured_in_eval_mode(batch):
+    found = fit(_small_model(), batch, executor="exact")
+    found.model.eval()
+    with pytest.raises(ValueError, match="the model is in eval mode"):
+        found.measure(batch)

@@ -28,7 +28,7 @@ from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
-from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints
+from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints, run_with_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import Bits, sketch_ratio
@@ -205,6 +205,11 @@ class Group:
         )
         return Budget.of(share)
 
+    def allowed_bytes(self, frame: Any) -> int:
+        """Return the most bytes that a plan of a frame was made for; 0 before the first one."""
+        graphs = [graph for graph in self.graphs if graph.frame == frame]
+        return max((variant.plan.budget_bytes for graph in graphs for variant in graph.variants.values()), default=0)
+
     def _peaks(self) -> dict[Any, int]:
         found: dict[Any, int] = {}
         for graph in self.graphs:
@@ -312,7 +317,7 @@ class PlannedGraph:
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
             self._unplanned.add(key)
-            return self._module(*arguments)
+            return run_with_checkpoints(self._module, arguments) if self.has_checkpoints else self._module(*arguments)
         self.variants.pop(key, None)
         self.variants[key] = variant
         while len(self.variants) > _MOST_VARIANTS:
@@ -463,9 +468,14 @@ class PlannedGraph:
             return CheckpointPlan.of(graph, options.schedule)
         if self._group.plans_nothing or options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
+        budget = self._group.share_of(self, plain_peak_bytes(graph))
         try:
-            return plan_graph(graph, self._group.share_of(self, plain_peak_bytes(graph)), options.strategy)
+            return plan_graph(graph, budget, options.strategy)
         except InfeasibleBudgetError as error:
+            # gradients are most of a small batch's peak: it may take as much as a larger one before
+            allowed_bytes = self._group.allowed_bytes(self.frame) if budget.is_relative else 0
+            if error.least_bytes <= allowed_bytes:
+                return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several
             count = len({graph.frame for graph in self._group.graphs})
             if count == 1:

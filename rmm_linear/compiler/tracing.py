@@ -181,6 +181,11 @@ def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | Non
         return None
 
 
+def run_with_checkpoints(module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """Run a graph with the checkpoints that it had before they were inlined."""
+    return _Checkpointing(module).run(*arguments)
+
+
 class _Checkpointing(fx.Interpreter):
     """Runs a graph with the checkpoints that it had before they were inlined."""
 

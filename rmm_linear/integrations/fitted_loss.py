@@ -39,7 +39,12 @@ class FittedLoss(ReplacedLoss):
         if not self._model.training:
             return self._loss_of(model, inputs, *arguments, **keywords)
         if self.fitted is None:
-            self._fit(inputs, keywords)
+            try:
+                self._fit(inputs, keywords)
+            except BaseException:
+                # the trainer may train on without the callback
+                self.remove()
+                raise
         elif self._every:
             self._batches += 1
             if self._batches % self._every == 0:

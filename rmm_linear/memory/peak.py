@@ -1,5 +1,6 @@
 """The most that is in memory at any time while something runs, by torch's profiler."""
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -14,6 +15,8 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         activities.append(ProfilerActivity.CUDA)
     # once before: libraries take their workspaces at the first call, and models fill their caches
     run()
+    # garbage of an earlier run that is collected during this one would be subtracted from its peak
+    gc.collect()
     with profile(activities=activities, profile_memory=True) as log:
         run()
     assert log.profiler is not None

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.compiler import backend, plans, rmm_linear, torch_private
-from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
+from rmm_linear.errors import CaptureError, DoubleBackwardError, InfeasibleBudgetError
+from tests.checkpointing.measured_peak import MeasuredPeak
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
@@ -206,6 +207,33 @@ def test_checkpoints_of_the_model_itself_are_replaced_with_a_warning_and_draw_on
     (plan,) = plans(model)
     assert plan.peak_bytes <= 0.6 * plan.plain.peak_bytes
     assert runs(options) == 3
+
+
+def test_a_small_batch_may_take_what_a_larger_one_was_allowed():
+    model, options = Net(), exact("60%")
+    run = torch.compile(model, backend="rmm_linear", options=options)
+    # of one row's peak gradients are more than a share
+    assert_trains_as(copy.deepcopy(model), run, model, [X, X[:1]])
+    whole, small = plans(model)
+    assert 0.6 * small.plain.peak_bytes < small.peak_bytes <= whole.budget_bytes
+    assert runs(options) == 2
+
+
+def test_checkpoints_of_the_model_itself_stay_where_it_is_not_captured(monkeypatch):
+    def refuse(*_, **__):
+        raise CaptureError("refused")
+
+    monkeypatch.setattr(backend, "read_joint_graph", refuse)
+    model = Net(checkpoints=True)
+    run, reference = torch.compile(model, backend="rmm_linear", options=exact()), copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="runs as written, outside of the budget: refused"):
+        assert_trains_as(reference, run, model)
+    with MeasuredPeak() as mine:
+        loss = run(X)
+    with MeasuredPeak() as theirs:
+        other = reference(X)
+    assert mine.held == theirs.held
+    del loss, other
 
 
 # What `checkpoint_model` adds to the backend

@@ -137,6 +137,7 @@ def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
     with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 1%"):
         trainer.train()
     assert not is_planned(trainer.model)
+    assert "compute_loss" not in vars(trainer)
 
 
 @pytest.mark.parametrize(
