@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -53,7 +52,8 @@ _SKETCHES: tuple[dict[str, Any], ...] = ({"ratio": 0.5}, {"ratio": 0.25}, {"rati
 _FLAG, _FUNCTION, _BLOCK = "gradient_checkpointing", "_gradient_checkpointing_func", "GradientCheckpointingLayer"
 # Measured times differ by some percent from run to run: noise has to buy more.
 _LEAST_GAIN = 1.05
-_FITTED: WeakSet[nn.Module] = WeakSet()
+# An attribute of a fitted model, and of its copies.
+_FITTED = "_rmm_linear_is_fitted"
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class ModuleFit:
     def remove(self) -> nn.Module:
         """Undo the changes that `fit` made, and return the model; later changes by others stay."""
         self._means.remove()
-        _FITTED.discard(self.model)
+        vars(self.model).pop(_FITTED, None)
         return self.model
 
     def __str__(self) -> str:
@@ -121,8 +121,11 @@ def fit_modules(
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NothingToTrainError
-    if model in _FITTED:
-        raise ValueError("the model is fitted already: call remove() of the result of that fit first")
+    if _FITTED in vars(model):
+        raise ValueError(
+            "the model is fitted already, or a copy of a fitted one: call remove() of the result of that fit first, and"
+            " copy the model then"
+        )
     # a conversion warns of layers that stay exact: once is enough
     with warnings.catch_warnings(), unchanged(model), torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -130,7 +133,7 @@ def fit_modules(
         candidates = trials.candidates
         chosen = choose(candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal, _LEAST_GAIN)
     trials.means.install(chosen.options, chosen.checkpoints)
-    _FITTED.add(model)
+    vars(model)[_FITTED] = True
     sizes = trials.plain_bytes, trials.plain_ms, trials.budget_bytes
     return ModuleFit(model, chosen, tuple(candidates), *sizes, limit, tuple(trials.notes), trials.means)
 

@@ -263,8 +263,19 @@ def test_the_plain_step_need_not_run_where_noise_is_measured(batch, times):
     assert fit_stack(model, batch, "22MiB", noise=1e9, allow="code").remove() is model
     model.register_forward_pre_hook(lambda model, args: check([[None]], args))
     rows[0] = ROWS // 8
-    with pytest.raises(InfeasibleBudgetError, match="the noise can't be measured: out of memory; exact"):
+    with pytest.raises(
+        InfeasibleBudgetError, match="the noise can't be measured: out of memory; the budget is 22.00 MiB, and exact"
+    ):
         fit_stack(model, batch, "22MiB", noise=1e9, allow="code")
+
+
+def test_a_fitted_model_and_its_copies_are_not_fitted_again(batch):
+    model = _stack()
+    found = fit_stack(model, batch, "60%", noise=0)
+    for fitted in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"fitted already, or a copy of a fitted one: call remove\(\)"):
+            fit_stack(fitted, batch, "60%", noise=0)
+    fit_stack(found.remove(), batch, "60%", noise=0)
 
 
 def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):

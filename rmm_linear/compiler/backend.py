@@ -42,6 +42,8 @@ _logger = logging.getLogger(__name__)
 EXECUTORS = ("exact", "inductor")
 # Shapes of one graph that are kept; the shape that was not used for longest is planned anew when it comes back.
 _MOST_VARIANTS = 32
+# Plans that differ by nothing but numbers, until the user is told.
+_MANY_NUMBERS = 3
 
 
 @dataclass(frozen=True)
@@ -312,6 +314,7 @@ class PlannedGraph:
         self._forget_old_shares()
         variant = self.variants.get(key)
         if variant is None and key not in self._unplanned:
+            self._tell_of_numbers(key)
             # one thread traces at a time
             with compile_lock():
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
@@ -343,6 +346,17 @@ class PlannedGraph:
         traces = (node.stack_trace or "" for node in self._module.graph.nodes)
         frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
         return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
+
+    def _tell_of_numbers(self, key: Any) -> None:
+        """Warn where each value of a number takes a plan of its own."""
+        rest = (*key[:_NUMBERS], *key[_NUMBERS + 1 :])
+        alike = sum((*other[:_NUMBERS], *other[_NUMBERS + 1 :]) == rest for other in self.variants)
+        if alike == _MANY_NUMBERS:
+            warnings.warn(
+                "a number that the step reads changes from call to call, and each of its values is planned and compiled"
+                " anew: pass it as a tensor, or keep it in a buffer",
+                stacklevel=2,
+            )
 
     def _tell_of_calls(self) -> None:
         """Warn where a budget in bytes counts several times in a step."""
@@ -376,8 +390,8 @@ class PlannedGraph:
     def _take_all_gradients(self) -> None:
         """Plan later steps for gradients of all results."""
         warnings.warn(
-            "a gradient arrived at a result beside the loss: this step ran its forward pass once more as it is written,"
-            " outside of the budget; later steps are planned for gradients of all results",
+            "a gradient arrived at a result beside the loss: this step runs its forward pass once more, by a plan for"
+            " gradients of all results, as later steps do",
             stacklevel=2,
         )
         self._group.loss_alone = False
@@ -437,13 +451,13 @@ class PlannedGraph:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
             program = program_of(capture, plan.schedule, options.page_to)
-            return Runner(capture, program, self._module, self._take_all_gradients)
+            return Runner(capture, program, self, self._take_all_gradients)
         # after what an exact program needs: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
             program = uncompiled_program(capture)
-            return Runner(capture, program, self._module, self._take_all_gradients)
+            return Runner(capture, program, self, self._take_all_gradients)
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
@@ -460,7 +474,7 @@ class PlannedGraph:
             coding=capture.coding,
             least_overhead=variant.plan.least_overhead,
         )
-        return Runner(capture, program, self._module, self._take_all_gradients)
+        return Runner(capture, program, self, self._take_all_gradients)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options
@@ -504,6 +518,10 @@ def _raising(error: ValueError) -> Callable[..., Any]:
         raise error
 
     return run
+
+
+# The place of the numbers in a key.
+_NUMBERS = 2
 
 
 def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:

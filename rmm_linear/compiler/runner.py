@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.exact_program import Program, after_tangents, hidden_random_state, set_random_state
@@ -41,19 +41,19 @@ class Runner:
     Args:
         capture: The captured step.
         program: What runs it: a schedule's program.
-        module: The graph of Dynamo that was captured: it runs as written if a gradient arrives at a result that the
-            plan takes none for.
-        on_other_gradient: Called then: later steps want a plan that takes it.
+        again: Runs the forward pass again, by a plan that takes gradients of all results, if a gradient arrives at a
+            result that this plan takes none for.
+        on_other_gradient: Called then: later steps want such a plan, too.
     """
 
     def __init__(
         self,
         capture: Capture,
         program: Program,
-        module: fx.GraphModule | None = None,
+        again: Callable[..., Any] | None = None,
         on_other_gradient: Callable[[], None] = lambda: None,
     ) -> None:
-        self.capture, self.module, self.on_other_gradient = capture, module, on_other_gradient
+        self.capture, self.again, self.on_other_gradient = capture, again, on_other_gradient
         self.program = program
         self._last_pass: weakref.ref[_Pass] | None = None
         self.updated = frozenset(place for place, _ in capture.updates)
@@ -189,13 +189,13 @@ class _Pass:
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self.runner = runner
-        takes_loss_alone = runner.module is not None and runner.capture.takes_loss_alone
+        takes_loss_alone = runner.again is not None and runner.capture.takes_loss_alone
         self._again = _Again(runner, arguments) if takes_loss_alone else None
         self.saved: list[Any] | None = None
         count = len(runner.capture.inputs)
         self._inputs: list[Tensor | None] = [None] * count
         self._gradients: list[Tensor | None] = [None] * count
-        # results at which a gradient arrived; None for a pass that ran as written
+        # results at which a gradient arrived; None for a pass that ran again
         self._arrived: set[int] | None = set()
         self._parts_run = 0
         self._backward: Iterator[None] | None = None
@@ -258,7 +258,7 @@ class _Pass:
             )
         nodes = self.runner.capture.tangents
         if any(tangent is not None and node is None for tangent, node in zip(tangents, nodes, strict=True)):
-            self._run_as_written(tangents)
+            self._run_again(tangents)
             return
         self._again = None
         self._refuse_changed()
@@ -268,8 +268,8 @@ class _Pass:
         saved, self.saved = self.saved, None
         self._backward = self.runner.program.backward(self._inputs, saved, given, self._gradients)
 
-    def _run_as_written(self, tangents: Sequence[Tensor | None]) -> None:
-        """Compute the gradients of this step outside of the plan, which takes that of the loss alone."""
+    def _run_again(self, tangents: Sequence[Tensor | None]) -> None:
+        """Compute the gradients of this step by another plan, for this one takes that of the loss alone."""
         self.runner.on_other_gradient()
         self.saved, again, self._again = None, self._again, None
         if again is None:
@@ -301,7 +301,7 @@ class _Pass:
 
 
 class _Again:
-    """The arguments, random state and autocast of a forward pass: enough to run its graph once more as written."""
+    """The arguments, random state and autocast of a forward pass: enough to run it once more."""
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self._runner, self._arguments = runner, arguments
@@ -321,10 +321,7 @@ class _Again:
                 "a gradient arrived at a result beside the loss of a planned step, and the step's inputs have changed"
                 " since its forward pass; later steps are planned for it: run this step again"
             )
-        fresh = [
-            argument.detach().requires_grad_(argument.requires_grad) if isinstance(argument, Tensor) else argument
-            for argument in self._arguments
-        ]
+        fresh = [_fresh(argument) if isinstance(argument, Tensor) else argument for argument in self._arguments]
         places = [place for place, argument in enumerate(fresh) if isinstance(argument, Tensor)]
         for place in runner.only_updated:
             fresh[places[place]] = fresh[places[place]].clone()
@@ -333,11 +330,8 @@ class _Again:
         try:
             for device, state in self._states.items():
                 set_random_state(state, device)
-            if capture.coding.coded or capture.coding.sketched:
-                # the seed of codes and sketches was drawn before all else
-                torch.ops.rmm_linear.draw_seed.default(next(filter(torch.is_floating_point, inputs)), None)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
-                values = runner.module(*fresh)  # type: ignore[misc]
+                values = runner.again(*fresh)  # type: ignore[misc]
         finally:
             for device, now in present.items():
                 set_random_state(now, device)
@@ -361,6 +355,12 @@ class _Again:
                     " a gradient through it alone; later steps are planned for it: run this step again"
                 )
         return gradients
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """The same values without a history and hooks: a parameter where it is one, for plans depend on that."""
+    found = tensor.detach().requires_grad_(tensor.requires_grad)
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 class _Run(torch.autograd.Function):

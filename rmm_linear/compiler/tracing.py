@@ -411,7 +411,8 @@ def _explained(error: Exception) -> CaptureError:
     if isinstance(error, _DATA_DEPENDENT):
         return CaptureError(
             f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
-            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`"
+            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`."
+            " torch.compile takes a Python float that changes from call to call for such a tensor: pass a tensor"
         )
     hint = hint_for(told, "Checkpoint the parts that can one by one")
     return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {told}. {hint}")

@@ -166,6 +166,30 @@ def test_one_graph_has_a_plan_for_each_length():
     assert runs(options) == len(batches)
 
 
+def test_a_number_that_changes_from_call_to_call_is_warned_of_once():
+    layer = nn.Linear(16, 4)
+    run = torch.compile(lambda x, t: (layer(x) * t).mean(), backend="rmm_linear", options=exact("100%"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch.compile takes the first value for a constant
+        for number in range(2, 6):
+            run(X, number).backward()
+    with pytest.warns(UserWarning, match="a number that the step reads changes"):
+        run(X, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(X, 7)
+
+
+def test_a_float_that_changes_runs_as_written_and_the_way_around_is_named():
+    layer = nn.Linear(16, 4)
+    run = torch.compile(lambda x, t: (layer(x) * t).mean(), backend="rmm_linear", options=exact("100%"))
+    run(X, 0.5)
+    with pytest.warns(UserWarning, match=r"takes a Python float .* for such a tensor: pass a tensor"):
+        run(X, 0.75).backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 0.75 / 4))
+
+
 def test_identical_blocks_that_are_compiled_one_by_one_share_a_plan():
     model, options = Net(), exact("100%")
     reference = copy.deepcopy(model)

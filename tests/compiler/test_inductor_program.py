@@ -347,3 +347,24 @@ def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_w
         assert hits >= 2
     for mine, exact in zip(found, gradients(model, model, x), strict=True):
         torch.testing.assert_close(mine, exact)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result() -> None:
+    model, scale = nn.Linear(8, 8), nn.Parameter(torch.ones(()))
+
+    def step(x):
+        y = nn.functional.dropout(x * scale, 0.5)
+        return model(y).mean(), y
+
+    run = torch.compile(step, backend=rmm_linear, options={"budget": "100%"})
+    for number in range(2):
+        scale.grad = None
+        torch.manual_seed(number)
+        _, y = run(torch.ones(64, 8))
+        if number:
+            y.sum().backward()
+        else:
+            with pytest.warns(UserWarning, match="a gradient arrived at a result beside the loss"):
+                y.sum().backward()
+        assert scale.grad == y.sum()

@@ -277,7 +277,8 @@ def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
     model.zero_grad()
     z = model(x) * mask
     ((z**2).mean() + z.sum()).backward()
-    torch.testing.assert_close(gradient, model[0].weight.grad)
+    # of codes, with the noise of 8 bits: other masks take it away by more than its norm
+    assert (gradient - model[0].weight.grad).norm() < 0.05 * gradient.norm()
 
 
 def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
