@@ -22,7 +22,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from rmm_linear.byte_sizes import unit_for
+from rmm_linear.byte_sizes import readable, unit_for
 from rmm_linear.candidates import (
     LEAST_NOISE_OF_SKETCHES,
     Candidate,
@@ -199,7 +199,7 @@ class Fit:
 
     def _lines(self) -> Iterator[str]:
         unit = unit_for(self.plain_bytes)
-        budget = "no budget" if self.budget_bytes is None else f"budget {unit.of(self.budget_bytes)}"
+        budget = "no budget" if self.budget_bytes is None else f"budget {readable(self.budget_bytes)}"
         yield (
             f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
             f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"

@@ -91,8 +91,8 @@ class ModuleFit:
         return self.model
 
     def __str__(self) -> str:
-        unit = unit_for(self.chosen.least_bytes)
-        budget = "no budget" if self.budget_bytes is None else f"budget {unit.of(self.budget_bytes)}"
+        unit = unit_for(max(self.chosen.least_bytes, self.plain_bytes or 0))
+        budget = "no budget" if self.budget_bytes is None else f"budget {readable(self.budget_bytes)}"
         peak, time = unit.of(self.chosen.least_bytes), f"{self.chosen.time:.1f}"
         if self.plain_bytes is not None and self.plain_ms < math.inf:
             peak, time = f"{unit.of(self.plain_bytes)} -> {peak}", f"{self.plain_ms:.1f} -> {time}"
@@ -123,8 +123,8 @@ def fit_modules(
         raise NothingToTrainError
     if _FITTED in vars(model):
         raise ValueError(
-            "the model is fitted already, or a copy of a fitted one: call remove() of the result of that fit first, and"
-            " copy the model then"
+            "the model is fitted already, or a copy of a fitted model: call remove() of the result of that fit before"
+            " the model is fitted or copied, or make the model anew and load its state_dict"
         )
     # a conversion warns of layers that stay exact: once is enough
     with warnings.catch_warnings(), unchanged(model), torch.enable_grad():
@@ -133,7 +133,8 @@ def fit_modules(
         candidates = trials.candidates
         chosen = choose(candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal, _LEAST_GAIN)
     trials.means.install(chosen.options, chosen.checkpoints)
-    vars(model)[_FITTED] = True
+    if chosen.options or chosen.checkpoints:
+        vars(model)[_FITTED] = True
     sizes = trials.plain_bytes, trials.plain_ms, trials.budget_bytes
     return ModuleFit(model, chosen, tuple(candidates), *sizes, limit, tuple(trials.notes), trials.means)
 

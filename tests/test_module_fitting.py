@@ -273,7 +273,7 @@ def test_a_fitted_model_and_its_copies_are_not_fitted_again(batch):
     model = _stack()
     found = fit_stack(model, batch, "60%", noise=0)
     for fitted in (model, copy.deepcopy(model)):
-        with pytest.raises(ValueError, match=r"fitted already, or a copy of a fitted one: call remove\(\)"):
+        with pytest.raises(ValueError, match=r"fitted already, or a copy of a fitted model: call remove\(\)"):
             fit_stack(fitted, batch, "60%", noise=0)
     fit_stack(found.remove(), batch, "60%", noise=0)
 

@@ -7,7 +7,7 @@ from rmm_linear.planning.graph import Graph, Op, Storage
 
 
 def of_edges(costs: Sequence[float], sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> Graph:
-    """Make a forward graph of nodes that write one storage each: of an edge (u, v), u < v, node v reads what u writes.
+    """Make a forward graph of nodes that write one storage each: of an edge (u, v), u < v, v reads the storage of u.
 
     The outputs are the storages that no node reads.
     """

@@ -285,7 +285,7 @@ class PlannedGraph:
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()
-        self._has_told_of_calls = False
+        self._has_told_of_calls = self._has_told_of_numbers = False
         self._peers = 0
         # such ops count from the beginning of the memory, not of the tensor
         self._reads_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
@@ -314,9 +314,9 @@ class PlannedGraph:
         self._forget_old_shares()
         variant = self.variants.get(key)
         if variant is None and key not in self._unplanned:
-            self._tell_of_numbers(key)
             # one thread traces at a time
             with compile_lock():
+                self._tell_of_numbers(key)
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
             self._unplanned.add(key)
@@ -351,10 +351,11 @@ class PlannedGraph:
         """Warn where each value of a number takes a plan of its own."""
         rest = (*key[:_NUMBERS], *key[_NUMBERS + 1 :])
         alike = sum((*other[:_NUMBERS], *other[_NUMBERS + 1 :]) == rest for other in self.variants)
-        if alike == _MANY_NUMBERS:
+        if alike >= _MANY_NUMBERS and not self._has_told_of_numbers:
+            self._has_told_of_numbers = True
             warnings.warn(
-                "a number that the step reads changes from call to call, and each of its values is planned and compiled"
-                " anew: pass it as a tensor, or keep it in a buffer",
+                "a number that the step reads changes from call to call, and each of its values is planned anew: pass a"
+                " tensor in its place, or keep it in a buffer",
                 stacklevel=2,
             )
 
@@ -388,14 +389,28 @@ class PlannedGraph:
         return options.schedule is not None or options.budget is None or Budget.of(options.budget).is_relative
 
     def _take_all_gradients(self) -> None:
-        """Plan later steps for gradients of all results."""
+        """Plan later steps for gradients of all results.
+
+        Raises:
+            RuntimeError: If the user gave a schedule, which is for the gradient of the loss alone.
+        """
+        if self._group.options.schedule is not None:
+            raise RuntimeError(
+                "a gradient arrived at a result beside the loss, and the given schedule is for the gradient of the loss"
+                " alone: detach that result, or let the step return the whole loss"
+            )
+        old = [key for key, variant in self.variants.items() if variant.capture.takes_loss_alone]
+        # another forward pass of this step may have planned already
+        if not old:
+            return
         warnings.warn(
             "a gradient arrived at a result beside the loss: this step runs its forward pass once more, by a plan for"
-            " gradients of all results, as later steps do",
+            " gradients of all results, and may take more than its budget; later steps run by that plan",
             stacklevel=2,
         )
         self._group.loss_alone = False
-        self.variants.clear()
+        for key in old:
+            del self.variants[key]
 
     def _prepare(self, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant | None:
         began = time.monotonic()
@@ -486,7 +501,7 @@ class PlannedGraph:
         try:
             return plan_graph(graph, budget, options.strategy)
         except InfeasibleBudgetError as error:
-            # gradients are most of a small batch's peak: it may take as much as a larger one before
+            # gradients are most of a small batch's peak, which may be as high as that of an earlier batch
             allowed_bytes = self._group.allowed_bytes(self.frame) if budget.is_relative else 0
             if error.least_bytes <= allowed_bytes:
                 return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)

@@ -43,7 +43,7 @@ class Runner:
         program: What runs it: a schedule's program.
         again: Runs the forward pass again, by a plan that takes gradients of all results, if a gradient arrives at a
             result that this plan takes none for.
-        on_other_gradient: Called then: later steps want such a plan, too.
+        on_other_gradient: Called then: later steps need such a plan as well.
     """
 
     def __init__(
@@ -206,6 +206,8 @@ class _Pass:
         """Run the forward part."""
         with _as_kernels(self.runner):
             results, updates, self.saved = self.runner.program.forward(inputs)
+        if self._again is not None:
+            self._again.states_after = self._again.present_states()
         for buffer, contents in updates:
             buffer.copy_(contents)
         self._note_versions(results)
@@ -307,7 +309,13 @@ class _Again:
         self._runner, self._arguments = runner, arguments
         self._versions = self._present_versions()
         self._autocast = present_autocast(runner.device_types)
-        self._states = {device: hidden_random_state(device) for device in runner.random_devices}
+        self._states = self.present_states()
+        # of the end of the forward pass
+        self.states_after: dict[torch.device, bytes] = {}
+
+    def present_states(self) -> dict[torch.device, bytes]:
+        """Return the random states of the devices on which the step draws."""
+        return {device: hidden_random_state(device) for device in self._runner.random_devices}
 
     def _present_versions(self) -> list[int]:
         """Versions of the inputs that results depend on; the step itself updates running statistics."""
@@ -326,15 +334,21 @@ class _Again:
         for place in runner.only_updated:
             fresh[places[place]] = fresh[places[place]].clone()
         inputs = [argument for argument in fresh if isinstance(argument, Tensor)]
-        present = {device: hidden_random_state(device) for device in self._states}
+        present = self.present_states()
         try:
             for device, state in self._states.items():
                 set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
                 values = runner.again(*fresh)  # type: ignore[misc]
+            drawn = self.present_states()
         finally:
             for device, now in present.items():
                 set_random_state(now, device)
+        if drawn != self.states_after:
+            raise RuntimeError(
+                "a gradient arrived at a result beside the loss of a planned step, and plans for gradients of all"
+                " results draw other random numbers; later steps are planned so: run this step again"
+            )
         results = {
             leaf.index: value for leaf, value in zip(capture.returned, values, strict=True) if leaf.kind == "result"
         }
@@ -358,7 +372,7 @@ class _Again:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """The same values without a history and hooks: a parameter where it is one, for plans depend on that."""
+    """Return the same values without history and hooks; a parameter stays a parameter, for plans depend on that."""
     found = tensor.detach().requires_grad_(tensor.requires_grad)
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 

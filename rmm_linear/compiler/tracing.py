@@ -298,7 +298,9 @@ def _as_eager_runs_it() -> Iterator[None]:
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     removed: list[tuple[Any, Any, Any]] = []
     # an op that was not looked up before has no Python code
-    packets = [packet for packet in vars(torch.ops.aten).values() if isinstance(packet, torch._ops.OpOverloadPacket)]
+    packets = [
+        packet for packet in list(vars(torch.ops.aten).values()) if isinstance(packet, torch._ops.OpOverloadPacket)
+    ]
     ops = [(packet.__name__, op) for packet in packets for op in list(vars(packet).values())]
     for name, op in ops:
         if not isinstance(op, torch._ops.OpOverload) or "batch_norm" in name:
@@ -411,8 +413,8 @@ def _explained(error: Exception) -> CaptureError:
     if isinstance(error, _DATA_DEPENDENT):
         return CaptureError(
             f"the step depends on the contents of a tensor{where}; a capture has none. Checkpoint the blocks without"
-            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`."
-            " torch.compile takes a Python float that changes from call to call for such a tensor: pass a tensor"
+            " such code one by one (`checkpoint_model(block, ...)`), or replace the branch by `torch.where`. For"
+            " torch.compile a Python float that changes from call to call is such a tensor: pass a tensor in its place"
         )
     hint = hint_for(told, "Checkpoint the parts that can one by one")
     return CaptureError(f"the step can't be captured{where}: {type(error).__name__}: {told}. {hint}")

@@ -123,7 +123,7 @@ class CheckpointPlan:
         """Describe the training steps for a model card, in Markdown."""
         sketched = sum(_is_sketch(op) and not op.is_backward for op in self.graph.ops)
         is_exact = self.coding.is_exact and not sketched
-        # the other ones are sketches of the backend, which the coding tells
+        # the other sketches are the backend's, and the coding lists them
         converted = sketched - sum(each.is_kept for each in self.coding.sketched)
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -538,6 +539,29 @@ def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
     torch.manual_seed(4)
     reference(*args, **kwargs)["loss"].backward()
     assert_same_gradients(model, reference)
+
+
+def test_a_given_schedule_is_for_the_gradient_of_the_loss_alone():
+    model = Net()
+    graph = capture(model, IMAGES).graph
+    run = apply_schedule(model, None, IMAGES, Schedule.plain(graph))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the given schedule is for the gradient of the loss alone"):
+            run(*IMAGES)["logits"].sum().backward()
+        run(*IMAGES)["loss"].backward()
+
+
+def test_passes_that_wait_together_are_planned_for_all_gradients_once():
+    model = Net(drop=0.0)
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, IMAGES, budget="100%")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        sum(model(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
+    sum(reference(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
+    assert sum("beside the loss" in str(each.message) for each in told) == 1
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 # Bad input

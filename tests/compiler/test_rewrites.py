@@ -281,6 +281,31 @@ def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
     assert (gradient - model[0].weight.grad).norm() < 0.05 * gradient.norm()
 
 
+def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_numbers():
+    torch.manual_seed(0)
+    weight, scale = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.ones(()))
+
+    def step(x):
+        # coded in plans for all gradients alone: their seed is drawn before the random numbers
+        z = functional.gelu(x @ weight)
+        y = x * scale * torch.rand_like(x)
+        return scale + weight.sum(), y, z
+
+    coded = torch.compile(step, backend="rmm_linear", options={"bits": 8, "executor": "exact"})
+    x = torch.randn(ROWS, WIDTH)
+    _, y, z = coded(x)
+    with (
+        pytest.warns(UserWarning, match="arrived at a result beside the loss"),
+        pytest.raises(RuntimeError, match="draw other random numbers; .* run this step again"),
+    ):
+        (y.sum() + z.sum()).backward()
+    scale.grad = None
+    _, y, z = coded(x)
+    (y.sum() + z.sum()).backward()
+    # with the noise of 8 bits
+    assert (scale.grad - y.sum()).abs() < 0.02 * y.abs().sum()
+
+
 def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
     class Rounded(nn.Module):
         def forward(self, x):
