@@ -134,7 +134,7 @@ def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
     assert [each.name for each in fit_stack(_stack(), batch).candidates] == ["unchanged"]
 
 
-def test_what_can_not_be_met_names_the_least(batch):
+def test_what_can_not_be_met_names_the_least(batch, times):
     model = _stack()
     given = _attributes(model)
     with pytest.raises(
@@ -176,7 +176,7 @@ class _Writing(_Replacing):
         _Writing,
     ],
 )
-@pytest.mark.parametrize("is_short_of_memory", [False, True])
+@pytest.mark.parametrize("is_short_of_memory", [False, pytest.param(True, marks=pytest.mark.grid)])
 def test_blocks_that_change_their_buffers_are_not_checkpointed(batch, times, monkeypatch, make, is_short_of_memory):
     def loss_of(model, batch, loss_fn):
         is_first = inspect.currentframe().f_back.f_code.co_name == "_find_blocks" and torch.is_grad_enabled()

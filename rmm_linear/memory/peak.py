@@ -13,12 +13,19 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    # once before: libraries take their workspaces at the first call, and models fill their caches
-    run()
-    # garbage of an earlier run that is collected during this one would be subtracted from its peak
-    gc.collect()
-    with profile(activities=activities, profile_memory=True) as log:
+    # garbage of an earlier run that is collected during the measured run would be subtracted from its peak
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # once before: libraries take their workspaces at the first call, and models fill their caches
         run()
+        # new objects alone: to look at all of them takes a second
+        gc.collect(0)
+        with profile(activities=activities, profile_memory=True) as log:
+            run()
+    finally:
+        if collects:
+            gc.enable()
     assert log.profiler is not None
     events = [
         event

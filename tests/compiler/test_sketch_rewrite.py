@@ -249,7 +249,7 @@ def test_kept_inputs_shrink_by_the_ratio():
     plain = plans(model)[-1].plain.forward_bytes
     assert plain - kept[RATIO] == 3 * 4 * ROWS * WIDTH * (1 - RATIO) - 4 * 8
     assert plain - kept[0.25] == 3 * 4 * ROWS * WIDTH * 0.75 - 4 * 8
-    told = "from sketches of 0.25 of the rows: 3 kept, 0.35 -> 0.09 MiB; 1 made in the backward pass"
+    told = "from sketches of 0.25 of the rows: 3 kept, 360.00 -> 90.00 KiB; 1 made in the backward pass"
     assert f"weight gradients of 4 linear layers {told}" in str(plan)
 
 
