@@ -88,7 +88,7 @@ def test_a_plan_tells_both():
     plan = checkpoint_step(model, _squares, x, budget=0.9, strategy="chen2016_sqrt").plans[0]
     assert plan.eager_peak_bytes == _measured(model, _squares, x) > plan.plain.peak_bytes
     part = 100 * plan.plain.peak_bytes / plan.eager_peak_bytes
-    told = f"eager mode takes {plan.eager_peak_bytes / 2**20:.2f} MiB; the captured step takes {part:.1f} % of that"
+    told = f"eager mode takes {plan.eager_peak_bytes / 2**10:.2f} KiB; the captured step takes {part:.1f} % of that"
     assert f"{told} without a plan" in str(plan)
 
 

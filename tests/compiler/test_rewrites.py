@@ -234,9 +234,9 @@ class CutSilu(nn.Module):
     [
         (FakeQuantised, 8),
         pytest.param(ConstantTimesFunction, 4, marks=pytest.mark.slow),
-        (OneForBoth, 4),
+        pytest.param(OneForBoth, 4, marks=pytest.mark.slow),
         (RMSOfRMS, 4),
-        (ScaledRMS, 4),
+        pytest.param(ScaledRMS, 4, marks=pytest.mark.slow),
         pytest.param(SigmoidGate, 4, marks=pytest.mark.slow),
         (CutSilu, 8),
     ],
