@@ -141,9 +141,9 @@ def planners_block(folder: Path) -> str:
     claim = (
         f"Each plan ran, op by op: the measured peak, workspaces of kernels included, is the simulated one to the byte"
         f" in {to_the_byte} of {len(ran)} plans; all gradients are eager mode's bit for bit in {same}. A strategy has"
-        ' "-" at the largest budget that it refused and at the smaller budgets; kusumoto2019_exact takes only graphs with'
-        " few lower sets. The proof is of the least budget that has one. The figure leaves out plans that cost more than"
-        f" {_MOST_EXTRA} %."
+        ' "-" at the largest budget that it refused and at smaller budgets; kusumoto2019_exact takes only graphs with'
+        " few lower sets. The proof is of the least budget that has one. The figure leaves out plans that cost more"
+        f" than {_MOST_EXTRA} %."
     )
     return "\n\n".join(["![extra time against peak](results/planners.png)", table([*head, "proof"], lines), claim])
 
