@@ -205,11 +205,11 @@ def test_steps_under_trl_run_by_plan_in_the_parts_that_its_loss_leaves(tmp_path,
     plain, model = train(gpt2(layers=1)), planned(gpt2)
     with pytest.warns(UserWarning, match="no longer one graph, and its parts are planned one by one: .*out="):
         assert_same_training(plain, train(model))
-    # two graphs a step
-    assert planned_runs(model) == 4
+    # two graphs a step, and a second forward pass for a gradient beside the loss
+    assert planned_runs(model) == 5
     callback = RMMCallback(compile=COMPILE)
     assert_same_training(plain, train(gpt2(layers=1), [callback]))
-    assert callback.planned.planned_runs == 4
+    assert callback.planned.planned_runs == 5
 
 
 @pytest.mark.slow
