@@ -76,10 +76,11 @@ def cached_norms_table(path: Path = FILE) -> str:
         for ratio, way in dict.fromkeys((row["ratio"], row["way"]) for row in rows)
     ]
     first = rows[0]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     steps = ", ".join(f"{task} {epoch}" for task, epoch in {row["task"]: row["steps"] for row in rows}.items())
     head = (
         f"Relative variance of weight gradients in {first['model']}, mean of {first['layers']} layers, a batch of 32"
-        f" after two epochs (steps of one: {steps}), commit {first['commit']}:"
+        f" after two epochs (steps of one: {steps}), commit {commits}:"
     )
     return f"{head}\n\n{table(['ratio', 'rows drawn by the norms of', *tasks], lines)}"
 
