@@ -349,8 +349,8 @@ class PlannedGraph:
 
     def _tell_of_numbers(self, key: Any) -> None:
         """Warn where each value of a number takes a plan of its own."""
-        rest = (*key[:_NUMBERS], *key[_NUMBERS + 1 :])
-        alike = sum((*other[:_NUMBERS], *other[_NUMBERS + 1 :]) == rest for other in self.variants)
+        # a key begins with the numbers
+        alike = sum(other[1:] == key[1:] for other in self.variants)
         if alike >= _MANY_NUMBERS and not self._has_told_of_numbers:
             self._has_told_of_numbers = True
             warnings.warn(
@@ -535,10 +535,6 @@ def _raising(error: ValueError) -> Callable[..., Any]:
     return run
 
 
-# The place of the numbers in a key.
-_NUMBERS = 2
-
-
 def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     """Tell apart arguments that need a plan each."""
     autocast = present_autocast({tensor.device.type for tensor in tensors})
@@ -547,10 +543,10 @@ def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     cuda = torch.backends.cuda
     memories: dict[int, int] = {}
     return (
+        tuple(None if isinstance(argument, Tensor) else argument for argument in arguments),
         tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors),
         # which of them share memory
         tuple(memories.setdefault(t.untyped_storage()._cdata, place) for place, t in enumerate(tensors)),
-        tuple(None if isinstance(argument, Tensor) else argument for argument in arguments),
         autocast,
         casts,
         # which kernels a fused attention may take
