@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +17,11 @@ from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.fitting import Fit, fit
 from rmm_linear.planning.budget import Budget
-from rmm_linear.planning.plan import CheckpointPlan
 
 HELP = "show how a model would train within a byte budget: exact, with codes, with sketches; peak and predicted time"
 LARGEST = "max"
+# Sequences of the batch by which the largest one is estimated.
+_FEW = 4
 _NOTE = """\
 The noise of codes and sketches depends on weights and data, and is not measured here: the fastest way is taken.
 With a model and a batch, fit(model, batch, budget, noise) measures it, and takes the fastest way within the limit."""
@@ -75,36 +78,34 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _largest_batch(
     model: nn.Module, batch_of: Callable[[int], Mapping[str, Tensor]], budget_bytes: int, noise: float
 ) -> int:
-    """The largest batch that was found to have a plan within a budget, to 3 %, by bisection; 1 if there is none."""
-    ways: list[dict[str, Any]] = [{"bits": 4}, {}] if noise else [{}]
+    """The largest batch that was found to have a plan within a budget, to 3 %; 1 if there is none."""
 
-    def planned(size: int, **options: Any) -> CheckpointPlan | None:
+    def peak_bytes(size: int, **options: Any) -> int:
         step = PlannedStep(model._call_impl, model, Options(**options))
         try:
-            return step.capture((), batch_of(size))[1]
-        except InfeasibleBudgetError:
-            return None
+            return step.capture((), batch_of(size))[1].peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.least_bytes
         finally:
             step.forget()
 
-    def fits(size: int) -> bool:
-        return any(planned(size, budget=budget_bytes, **way) for way in ways)
-
-    def without_recomputing(way: Mapping[str, Any]) -> int:
-        # peaks grow by as much with each sequence
-        two, four = (plan.peak_bytes for size in (2, 4) if (plan := planned(size, **way)))
-        return 4 + 2 * (budget_bytes - four) // max(1, four - two)
-
-    most = max(1, *map(without_recomputing, ways))
-    if not fits(most):
-        most = 1
-    too_many = 2 * most
-    while fits(too_many):
-        most, too_many = too_many, 2 * too_many
-    while too_many - most > max(1, most // 32):
-        middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if fits(middle) else (most, middle)
-    return most
+    # where codes take less of a small batch, they do of a large one
+    ways: list[dict[str, Any]] = [{"bits": 4}, {}] if noise else [{}]
+    few_bytes, way = min(((peak_bytes(_FEW, **each), each) for each in ways), key=itemgetter(0))
+    size, most, too_many = max(1, _FEW * budget_bytes // few_bytes), 0, None
+    while too_many is None or too_many - most > max(1, most // 32):
+        found_bytes = peak_bytes(size, budget=budget_bytes, **way)
+        fits = found_bytes <= budget_bytes
+        if sys.stderr.isatty():
+            print(f"batch {size}: {'fits' if fits else 'does not fit'}", file=sys.stderr)
+        most, too_many = (size, too_many) if fits else (most, size)
+        # plans that compute nothing again grow with the batch, up to the budget
+        size = (
+            max(size * budget_bytes // found_bytes, size + (size + 1) // 2)
+            if too_many is None
+            else (most + too_many) // 2
+        )
+    return max(1, most)
 
 
 def _content(found: Fit) -> dict[str, Any]:
