@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ def _cast_once(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def fake_mode_of(values: Sequence[Any]) -> Any:
+def fake_mode_of(values: Iterable[Any]) -> Any:
     """Return the mode that fake tensors belong to; one at least is among the values."""
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 

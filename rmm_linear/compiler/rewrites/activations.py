@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Reading, Readings
 from rmm_linear.compiler.rewrites.rewrite import Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
 
@@ -127,22 +127,16 @@ class Activation(Rewrite):
 
     Attributes:
         regions: What the backward pass computes of them.
-        outputs: Nodes that are functions of the tensor alone, with the slopes of their excesses.
-        slopes: The same of the regions' functions.
-        terms: How many terms of the series are taken.
+        outputs: Nodes that are functions of the tensor alone.
+        way: How many terms of the series are taken, and where the tensor is cut.
     """
 
     regions: list[Region] = field(kw_only=True)
-    outputs: list[tuple[fx.Node, Function, float]] = field(kw_only=True)
-    slopes: dict[Function, float] = field(kw_only=True)
-    terms: int = field(kw_only=True)
+    outputs: list[tuple[fx.Node, Function]] = field(kw_only=True)
+    way: tuple[int, float] = field(kw_only=True)
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        found = {}
-        for node, function, slope in self.outputs:
-            read = functools.partial(self._read, result=node, function=function, slope=slope)
-            found[node] = Provided(frozenset([self.code]), read)
-        return found
+    def provided(self) -> dict[fx.Node, Reading]:
+        return {node: functools.partial(self._read, result=node, function=function) for node, function in self.outputs}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two readers are of one region, which reads the code once."""
@@ -154,15 +148,14 @@ class Activation(Rewrite):
             if reader is region.reads[0].reader:
                 gradient = editor.now(region.gradient)
                 for node, function in region.functions:
-                    slope = self.slopes[function]
-                    new = self._read(editor, node, gradient, result=node, function=function, slope=slope)
-                    editor.replace(node, new)
+                    editor.replace(node, self._read(editor, node, gradient, result=node, function=function))
 
     def _read(
-        self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
+        self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function
     ) -> fx.Node:
-        where: Any = {"before": before, "block_of": result, "is_backward": True}
-        how = {**self.code.how, "cube": self.code.cube, "terms": self.terms, "dtype": result.meta["val"].dtype}
+        where: Any = {"before": before, "block_of": result}
+        how = {**self.code.how, "cube": self.code.cube, "terms": self.way[0], "dtype": result.meta["val"].dtype}
+        slope = _limits(function, self.code.bits, *self.way).slope
         return editor.insert(_read, *self.code.sources, *gradient, function=function, slope=slope, **how, **where)
 
 
@@ -203,18 +196,16 @@ def _activation(step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape
     way, bias = next(((way, bias) for way, bias in ways if bias <= _MOST_BIASED), (None, math.inf))
     if way is None:
         return None
-    terms, tail = way
     outputs = []
     for node in members:
         function = _function(u, None, node, {u, *members})
-        found = _limits(function, bits, *way)
-        if step.is_float(node) and found.bias <= _MOST_BIASED:
-            outputs.append((node, function, found.slope))
-            bias = max(bias, found.bias)
-    slopes = {function: _limits(function, bits, *way).slope for function in needed}
+        of_output = _limits(function, bits, *way).bias
+        if step.is_float(node) and of_output <= _MOST_BIASED:
+            outputs.append((node, function))
+            bias = max(bias, of_output)
     serves = [read for region in regions for read in region.reads]
-    code = Code(u, "activation", bits, shape, tail, _CUBE[bits])
-    return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes, terms=terms)
+    code = Code(u, "activation", bits, shape, way[1], _CUBE[bits])
+    return Activation(code, serves, bias, regions=regions, outputs=outputs, way=way)
 
 
 def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:

@@ -40,9 +40,8 @@ class Softmax(Rewrite):
     """The probabilities of an attention that runs op by op."""
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
-        options = {"dtype": reader.meta["val"].dtype, **self.code.how}
-        editor.replace(reader, editor.insert(_softmax_backward, reader.args[0], *self.code.sources, **options, **where))
+        sources, options = (reader.args[0], *self.code.sources), {"dtype": reader.meta["val"].dtype, **self.code.how}
+        editor.replace(reader, editor.insert(_softmax_backward, *sources, before=reader, **options))
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
@@ -82,10 +81,9 @@ def is_result(read: Read) -> bool:
 
 def run_again(reader: fx.Node, editor: Editor) -> None:
     """Run the forward op of a fused backward op on what the backward op reads, for its output and normalisation."""
-    where: Any = {"before": reader, "block_of": reader, "is_backward": True}
     mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
     options: Any = {"dropout": reader.args[6], "is_causal": reader.args[7], "scale": reader.kwargs.get("scale")}
-    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, **options, **where)
+    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, before=reader, **options)
     reader.args = (*reader.args[:4], output, logsumexp, *reader.args[6:])
 
 

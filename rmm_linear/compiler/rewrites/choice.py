@@ -78,7 +78,7 @@ class Choice:
         is_free = self.readings.provided.keys().isdisjoint(provided)
         if is_wanted and is_free and self._refused.isdisjoint(rewrite.serves):
             self.rewrites.append(rewrite)
-            self.readings.provide(provided)
+            self.readings.provide(rewrite.code, provided)
             return True
         return False
 

@@ -93,7 +93,7 @@ class Code:
 
     def encode(self, editor: Editor) -> None:
         """Code the node itself."""
-        where: Any = {"before": self.node.next, "block_of": self.node}
+        where: Any = {"before": self.node.next, "block_of": self.node, "is_backward": False}
         cut: Any = {"tail": self.tail, "cube": self.cube}
         self.parts = editor.insert(_encode, self.node, self.key, **where, **self.how, **cut)
 
@@ -109,8 +109,7 @@ class Code:
 
     def read(self, editor: Editor, before: fx.Node) -> fx.Node:
         """Read the tensor from its code, in its own dtype and layout."""
-        where: Any = {"before": before, "block_of": self.node, "is_backward": True}
-        return editor.insert(_decode, *self.sources, **where, **self.how)
+        return editor.insert(_decode, *self.sources, before=before, block_of=self.node, **self.how)
 
 
 def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:

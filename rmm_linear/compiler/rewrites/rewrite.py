@@ -7,13 +7,13 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites.coded import Code
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
+from rmm_linear.compiler.rewrites.readings import Reading, Readings
 from rmm_linear.compiler.rewrites.step import Read
 
 
 @dataclass(eq=False)
 class Rewrite:
-    """One code, and the reads that an op has a formula of its own for.
+    """One code, and the reads that an op has a formula of its own for; ops that are linear in a tensor need none.
 
     Attributes:
         code: The code.
@@ -25,9 +25,9 @@ class Rewrite:
     serves: Sequence[Read] = field(default_factory=list)
     bias: float = 0.0
 
-    def provided(self) -> dict[fx.Node, Provided]:
+    def provided(self) -> dict[fx.Node, Reading]:
         """The tensors that other ops can read from the code: the one that is coded."""
-        return {self.code.node: Provided(frozenset([self.code]), self.code.read)}
+        return {self.code.node: self.code.read}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""
