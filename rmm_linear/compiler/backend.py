@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import autocast_as, present_autocast
 from rmm_linear.compiler.costs import page_cost
-from rmm_linear.compiler.exact_program import program_of
+from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
@@ -161,7 +161,6 @@ class Group:
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
-        plans_nothing: Whether graphs get their plain schedules, for only their captures are wanted.
         is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once, whatever the plan is.
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         graphs: The graphs so far.
@@ -171,7 +170,7 @@ class Group:
     def __init__(self, options: Options, on_failure: Callable[[CaptureError], None] | None = None) -> None:
         self.options = options
         self.on_failure = on_failure or _warn
-        self.capture_only = self.plans_nothing = False
+        self.capture_only = False
         self.is_compiled = True
         self.loss_alone = options.loss_alone
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
@@ -195,7 +194,11 @@ class Group:
         if budget.is_relative:
             return budget
         # a frame that is compiled again runs in the place of its older versions
-        peaks = {frame: peak for frame, peak in self._peaks().items() if frame != graph.frame}
+        others = [(each.frame, each.variants.values()) for each in self.graphs if each.frame != graph.frame]
+        peaks: dict[Any, int] = {}
+        for frame, variants in others:
+            for variant in variants:
+                peaks[frame] = max(peaks.get(frame, 0), variant.plan.plain.peak_bytes)
         if not peaks:
             return budget
         total = plain_bytes + sum(peaks.values())
@@ -211,13 +214,6 @@ class Group:
         """Return the most bytes that a plan of a frame was made for; 0 before the first one."""
         graphs = [graph for graph in self.graphs if graph.frame == frame]
         return max((variant.plan.budget_bytes for graph in graphs for variant in graph.variants.values()), default=0)
-
-    def _peaks(self) -> dict[Any, int]:
-        found: dict[Any, int] = {}
-        for graph in self.graphs:
-            for variant in graph.variants.values():
-                found[graph.frame] = max(found.get(graph.frame, 0), variant.plan.plain.peak_bytes)
-        return found
 
 
 _numbers = itertools.count()
@@ -465,14 +461,12 @@ class PlannedGraph:
     def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
-            program = program_of(capture, plan.schedule, options.page_to)
-            return Runner(capture, program, self, self._take_all_gradients)
+            return self._runner(capture, program_of(capture, plan.schedule, options.page_to))
         # after what an exact program needs: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
-            program = uncompiled_program(capture)
-            return Runner(capture, program, self, self._take_all_gradients)
+            return self._runner(capture, uncompiled_program(capture))
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
@@ -489,13 +483,16 @@ class PlannedGraph:
             coding=capture.coding,
             least_overhead=variant.plan.least_overhead,
         )
+        return self._runner(capture, program)
+
+    def _runner(self, capture: Capture, program: Program) -> Runner:
         return Runner(capture, program, self, self._take_all_gradients)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options
         if options.schedule is not None:
             return CheckpointPlan.of(graph, options.schedule)
-        if self._group.plans_nothing or options.budget is None:
+        if options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
         budget = self._group.share_of(self, plain_peak_bytes(graph))
         try:

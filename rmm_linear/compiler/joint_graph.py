@@ -226,18 +226,18 @@ class _Reading:
                 self._joint, list(tangents.values()), self.traced.blocks, self.bits, parameters, self.sketch
             )
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
+        self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
-        self._make_dense(output, inputs, count)
-        ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         differentiable = self.traced.differentiable
         if not any(differentiable):
             raise NothingToTrainError
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
-        place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}
         updates = tuple(
-            (place_of[key.mutated_input], node) for key, node in ends.items() if isinstance(key, InputMutationAOTOutput)
+            (inputs.index(placeholders[key.mutated_input]), node)
+            for key, node in ends.items()
+            if isinstance(key, InputMutationAOTOutput)
         )
         self._refuse_trained([place for place, _ in updates])
         if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
@@ -301,9 +301,8 @@ class _Reading:
                 " `torch.embedding_renorm_(embedding.weight, ids, max_norm, norm_type)`"
             )
 
-    def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:
+    def _make_dense(self, output: fx.Node, own: Mapping[Any, fx.Node]) -> None:
         """Copy gradients that autograd would copy: in another layout, or not one parameter's alone. Copies count."""
-        own: dict[Any, fx.Node] = {PlainAOTInput(place): inputs[place] for place in range(count)}
         returned = list(output.args[0])  # type: ignore[arg-type]
         is_gradient = [isinstance(key, GradAOTOutput) for key in output.meta["desc"]]
         takers = Counter(node for node, is_one in zip(returned, is_gradient, strict=True) if is_one)
@@ -343,7 +342,6 @@ class _Reading:
         ops: list[Op] = []
         loops: list[list[fx.Node]] = []
         inlined: dict[fx.Node, list[fx.Node]] = {}
-        depends_on_tangents: set[fx.Node] = set()
         is_backward = False
         for node in self._joint.graph.nodes:
             if node.op == "output":
@@ -358,14 +356,9 @@ class _Reading:
                 node.meta.setdefault("val", constant)
             if node.op in ("placeholder", "get_attr"):
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
-                is_tangent = node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)
-                depends_on_tangents.update([node] if is_tangent else [])
                 continue
-            if any(source in depends_on_tangents for source in node.all_input_nodes):
-                depends_on_tangents.add(node)
-                is_backward = True
-            # what reads a code may come before the first op of a gradient
-            is_backward = is_backward or "is_backward" in node.meta
+            # the backward part begins with the first op of a gradient, or before it, with what reads a code
+            is_backward = is_backward or "is_backward" in node.meta or any(map(_is_tangent, node.all_input_nodes))
             if node.target is operator.getitem:
                 continue
             if node in self._loop_of:
@@ -489,6 +482,10 @@ class _Reading:
             block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:

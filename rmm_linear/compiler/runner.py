@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
-from rmm_linear.compiler.exact_program import Program, after_tangents, hidden_random_state, set_random_state
+from rmm_linear.compiler.exact_program import Program, hidden_random_state, set_random_state, sources_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.tracing import Returned
@@ -50,21 +50,22 @@ class Runner:
         self,
         capture: Capture,
         program: Program,
-        again: Callable[..., Any] | None = None,
-        on_other_gradient: Callable[[], None] = lambda: None,
+        again: Callable[..., Any],
+        on_other_gradient: Callable[[], None],
     ) -> None:
-        self.capture, self.again, self.on_other_gradient = capture, again, on_other_gradient
-        self.program = program
+        self.capture, self.program, self.again, self.on_other_gradient = capture, program, again, on_other_gradient
         self._last_pass: weakref.ref[_Pass] | None = None
         self.updated = frozenset(place for place, _ in capture.updates)
         self.only_updated = _only_updated(capture)
         # for each input's gradient, the results whose gradients it follows from
-        self.sources = _sources(capture)
+        sources = sources_of(capture)
+        self.sources = [set() if node is None else sources[node] for node in capture.gradients]
         self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
         # all parts run where the results are: the engine finishes a gradient there before it goes on
         self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
         # whether the backward part reads memory as it lay at the capture
-        self._reads_memory = program.has_layouts or any(node.target in _READ_MEMORY for node in after_tangents(capture))
+        after_tangents = (node for node, places in sources.items() if places)
+        self._reads_memory = program.has_layouts or any(node.target in _READ_MEMORY for node in after_tangents)
         random = (node for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if op.is_random)
         self.random_devices = {tensor.device for node in random for tensor in tensors_of(node)}
         # states of autocast around the backward pass, and whether it computes the same then
@@ -151,16 +152,6 @@ def _order(size: Sequence[int], stride: Sequence[int]) -> list[int]:
     return sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
 
 
-def _sources(capture: Capture) -> list[set[int]]:
-    places = {node: place for place, node in enumerate(capture.tangents) if node is not None}
-    found: dict[fx.Node, set[int]] = {}
-    for node in capture.module.graph.nodes:
-        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
-        if node in places:
-            found[node].add(places[node])
-    return [set() if node is None else found[node] for node in capture.gradients]
-
-
 def _only_updated(capture: Capture) -> frozenset[int]:
     """Inputs that the step updates and computes nothing else from: running statistics of batch norms, counters."""
     found = set()
@@ -189,8 +180,7 @@ class _Pass:
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self.runner = runner
-        takes_loss_alone = runner.again is not None and runner.capture.takes_loss_alone
-        self._again = _Again(runner, arguments) if takes_loss_alone else None
+        self._again = _Again(runner, arguments) if runner.capture.takes_loss_alone else None
         self.saved: list[Any] | None = None
         count = len(runner.capture.inputs)
         self._inputs: list[Tensor | None] = [None] * count
@@ -339,7 +329,7 @@ class _Again:
             for device, state in self._states.items():
                 set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
-                values = runner.again(*fresh)  # type: ignore[misc]
+                values = runner.again(*fresh)
             drawn = self.present_states()
         finally:
             for device, now in present.items():
