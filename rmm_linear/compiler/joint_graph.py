@@ -128,14 +128,13 @@ def read_joint_graph(
     Args:
         module: The graph, without activation checkpoints (`inline_checkpoints`).
         arguments: Its arguments; tensors on the meta device are taken for tensors on the CPU.
-        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
-        gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
-            for it is added to one that was there before, or an optimizer takes it in the backward pass.
+        costs: See `rmm_linear.compiler.backend.Options`, as for the following ones.
+        gradients: "kept" or "freed".
         loss_alone: Whether a scalar among the results is the only one that is differentiated.
         for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
             twice; and ops are those that Inductor fuses others into.
-        bits: Bits of the codes that the backward pass reads in the place of tensors.
-        sketch: The share of rows of the sketches that weight gradients are estimated from; None for exact ones.
+        bits: Bits of codes.
+        sketch: The share of rows of sketches.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
@@ -160,18 +159,10 @@ def read_joint_graph(
 
     def read(bits: Bits, sketch: float | None) -> Capture:
         reading = _Reading(
-            traced.copy(),
-            parameters,
-            costs,
-            for_inductor=for_inductor,
-            frees_gradients=gradients == "freed",
-            has_same_backward=has_same_backward,
-            rewritten=read,
-            bits=bits,
-            sketch=sketch,
+            traced.copy(), parameters, costs, for_inductor=for_inductor, frees_gradients=gradients == "freed"
         )
         try:
-            return reading.capture()
+            return reading.capture(bits, sketch, has_same_backward=has_same_backward, rewritten=read)
         except ValueError:
             raise
         except Exception as error:
@@ -192,10 +183,6 @@ class _Reading:
     costs: str
     for_inductor: bool
     frees_gradients: bool
-    has_same_backward: Callable[[Autocast], bool]
-    rewritten: Callable[[Bits, float | None], Capture]
-    bits: Bits
-    sketch: float | None
 
     def __post_init__(self) -> None:
         self._joint = self.traced.joint
@@ -206,7 +193,7 @@ class _Reading:
         # nodes that are computed in the loop of another node
         self._loop_of: dict[fx.Node, fx.Node] = {}
 
-    def capture(self) -> Capture:
+    def capture(self, bits: Bits, sketch: float | None, **functions: Any) -> Capture:
         placeholders = {node.meta["desc"]: node for node in self._joint.graph.nodes if node.op == "placeholder"}
         count = sum(isinstance(key, PlainAOTInput) for key in placeholders)
         inputs = tuple(placeholders[PlainAOTInput(place)] for place in range(count))
@@ -219,12 +206,10 @@ class _Reading:
         self._refuse_sparse()
         coding = Coding()
         parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
-        if self.bits != _EXACT:
+        if bits != _EXACT:
             cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
-        if self.bits != _EXACT or self.sketch is not None:
-            coding = code_step(
-                self._joint, list(tangents.values()), self.traced.blocks, self.bits, parameters, self.sketch
-            )
+        if bits != _EXACT or sketch is not None:
+            coding = code_step(self._joint, list(tangents.values()), self.traced.blocks, bits, parameters, sketch)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
@@ -270,9 +255,8 @@ class _Reading:
             names=self.traced.names,
             returned=self.traced.returned,
             module=self._joint,
-            has_same_backward=self.has_same_backward,
             coding=coding,
-            rewritten=self.rewritten,
+            **functions,
         )
 
     def _refuse_sparse(self) -> None:

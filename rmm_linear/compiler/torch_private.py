@@ -51,11 +51,8 @@ def frame_of(module: fx.GraphModule) -> Any:
 
 def is_transformed(tensors: Any) -> bool:
     """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and any(is_dual))
 
 
 def is_transforming() -> bool:

@@ -107,21 +107,15 @@ def trace(
 ) -> Traced:
     """Trace a graph of Dynamo, with its forward pass under autocast as it is now.
 
-    Args:
-        module: The graph, without activation checkpoints (`inline_checkpoints`).
-        arguments: Its arguments: tensors, which may be fake, and numbers.
-        loss_alone: Whether a scalar among the results is the only one whose gradient the backward pass takes.
-        backward_autocast: The state of autocast around the backward pass.
-        draws_by_seeds: Whether random ops are traced as ops that draw by seeds, as Inductor draws.
+    Its checkpoints are inlined (`inline_checkpoints`), and its arguments are tensors, which may be fake, and numbers.
+    With `draws_by_seeds`, random ops are traced as ops that draw by seeds, as Inductor draws.
 
     Raises:
         CaptureError: If it can't be traced; the error names the line, and what can be done.
     """
-    mode = _FakeMode()
-    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
-    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
+    function = _Function(module, arguments, loss_alone=loss_alone)
     try:
-        joint = _joint_graph(function, inputs, backward_autocast, draws_by_seeds=draws_by_seeds)
+        joint = _joint_graph(function, backward_autocast, draws_by_seeds=draws_by_seeds)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -129,7 +123,7 @@ def trace(
     tensors = [node for node, argument in zip(placeholders, arguments, strict=True) if isinstance(argument, Tensor)]
     return Traced(
         joint,
-        inputs,
+        function.inputs,
         function.returned,
         function.differentiable,
         function.has_gradient,
@@ -164,18 +158,16 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
-    mode = _FakeMode()
-    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
-    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
+    function = _Function(module, arguments, loss_alone=True)
     function.interpreter = _Checkpointing
 
     def run() -> list[Tensor]:
-        results = function(*inputs)
+        results = function(*function.inputs)
         return [result for result, is_one in zip(results, function.differentiable, strict=True) if is_one]
 
     try:
-        with compile_lock(), torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
-            return eager_peak(run, inputs)
+        with compile_lock(), torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), function.mode:
+            return eager_peak(run, function.inputs)
     except Exception:
         # a number for people, which no plan needs
         return None
@@ -201,15 +193,15 @@ class _Function(nn.Module):
 
     interpreter: type[fx.Interpreter] = fx.Interpreter
 
-    def __init__(
-        self, module: fx.GraphModule, arguments: Sequence[Any], inputs: Sequence[Tensor], *, loss_alone: bool
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, arguments: Sequence[Any], *, loss_alone: bool) -> None:
         super().__init__()
+        self.mode = _FakeMode()
+        self.inputs = tuple(_fake(argument, self.mode) for argument in arguments if isinstance(argument, Tensor))
         # in a tuple: its tensors are constants of the trace, and not this module's own
-        self._hidden = (module,)
+        self._hidden = (_on_cpu(module, arguments),)
         self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
         self._places = [place for place, argument in enumerate(arguments) if isinstance(argument, Tensor)]
-        self._are_leaves = [tensor.is_leaf for tensor in inputs]
+        self._are_leaves = [tensor.is_leaf for tensor in self.inputs]
         self._loss_alone = loss_alone
         self._has_cast_cache = torch.is_autocast_cache_enabled()
         self.returned: tuple[Returned, ...] = ()
@@ -321,13 +313,7 @@ def _as_eager_runs_it() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def _joint_graph(
-    function: _Function,
-    inputs: tuple[Tensor, ...],
-    backward_autocast: Autocast,
-    *,
-    draws_by_seeds: bool,
-) -> fx.GraphModule:
+def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_seeds: bool) -> fx.GraphModule:
     states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
         stack.enter_context(compile_lock())
@@ -338,7 +324,7 @@ def _joint_graph(
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
         table = random_decompositions() if draws_by_seeds else None
-        joint = aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
+        joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
     if draws_by_seeds:
         draw_by_seeds(joint)
     if share_sketches(joint, keeps_draws=not draws_by_seeds):

@@ -62,10 +62,7 @@ class Place(NamedTuple):
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
-    Attributes:
-        ops: The ops, in order, with their arguments; the last one computes the result. Those of the graph may change.
-        text: The same, as text.
-        has_gradient: Whether it is of a gradient too.
+    The last of the ops computes the result. `text` says the same, for the ops of the graph may change.
     """
 
     ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
@@ -110,10 +107,7 @@ class Limits(NamedTuple):
 class Region:
     """Backward ops that compute a gradient times functions of u.
 
-    Attributes:
-        reads: What they read of u and of functions of it.
-        gradient: The gradient that arrives.
-        functions: The functions that other ops read, with the nodes that compute them.
+    They read u and functions of it, and the gradient that arrives; other ops read `functions`, each with its node.
     """
 
     reads: list[Read]

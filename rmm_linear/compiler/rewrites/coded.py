@@ -19,9 +19,7 @@ class Shape:
     """How a dense tensor is laid out in rows and columns, as its memory is.
 
     Attributes:
-        order: Its dimensions in the order of its memory.
-        sizes: Their sizes, in that order.
-        dtype: Its dtype.
+        order: Its dimensions in the order of its memory; `sizes` has the same order.
         layout: Rows and columns: the last dimension in memory, which are the channels of a channels_last image; or the
             last two of another transposed view of more than three, as the heads of an attention are.
     """

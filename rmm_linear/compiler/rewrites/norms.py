@@ -45,11 +45,7 @@ def candidates(step: Step, bits: int) -> Iterator[Rewrite]:
 
 @dataclass(eq=False)
 class LayerNorm(Rewrite):
-    """A LayerNorm over the last dimension.
-
-    Attributes:
-        norm: The op.
-    """
+    """A LayerNorm over the last dimension."""
 
     norm: fx.Node = field(kw_only=True)
 
@@ -94,13 +90,7 @@ class Square(NamedTuple):
 
 @dataclass(eq=False)
 class RMSNorm(Rewrite):
-    """An RMSNorm in single ops: x^ = x r, with r of a row.
-
-    Attributes:
-        x: Its input.
-        scale: r.
-        squares: What its backward pass reads.
-    """
+    """An RMSNorm in single ops: x^ = x r, with r, the scale, of a row; its backward pass reads the squares."""
 
     x: fx.Node = field(kw_only=True)
     scale: fx.Node = field(kw_only=True)

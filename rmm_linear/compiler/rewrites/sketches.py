@@ -31,11 +31,8 @@ class Sketch:
     """A tensor x of the forward pass, (rows, in), and the weight gradients that are estimated from its sketch.
 
     Attributes:
-        reads: The products.
-        is_transposed: Whether they are x^T g, of the transpose of x, and not g^T x.
-        rows: Rows of x.
-        features: Its columns.
-        config: How x is sketched.
+        reads: The products: g^T x, or x^T g of the transpose of x if `is_transposed`.
+        rows: Rows of x, which has `features` columns.
         memories: What is kept if the products read x as it is.
         is_kept: Whether S^T x is kept in the place of x.
         seed: The node of the seed of S.
