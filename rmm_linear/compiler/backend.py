@@ -469,20 +469,15 @@ class PlannedGraph:
             return self._runner(capture, uncompiled_program(capture))
 
         def replan(budget_bytes: int) -> CheckpointPlan:
-            return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
+            planned = plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
+            return replace(plan, schedule=planned.schedule, planned=planned.planned)
 
         # the casts of autocast are ops of the graph already
         with autocast_as((), {tensor.device.type for tensor in tensors}):
             if options.budget is None and options.schedule is None:
-                plan, program = measured_plain(capture, plan, tensors)
+                variant.plan, program = measured_plain(capture, plan, tensors)
             else:
-                plan, program = program_within(capture, plan, tensors, replan)
-        variant.plan = replace(
-            plan,
-            eager_peak_bytes=capture.eager_peak_bytes,
-            coding=capture.coding,
-            least_overhead=variant.plan.least_overhead,
-        )
+                variant.plan, program = program_within(capture, plan, tensors, replan)
         return self._runner(capture, program)
 
     def _runner(self, capture: Capture, program: Program) -> Runner:

@@ -225,7 +225,6 @@ class _Function(nn.Module):
         returned: list[Returned] = []
         results: list[Tensor] = []
         differentiable, has_gradient = [], []
-        views: dict[int, tuple[int, Any]] = {}
         for value, is_scalar in zip(values, is_loss, strict=True):
             if not isinstance(value, Tensor):
                 returned.append(Returned("constant", value=value))
@@ -238,8 +237,7 @@ class _Function(nn.Module):
                     found[id(value)] = Returned("view of input", owned, _layout(value, tensors[owned]))
                 elif whole is not None and whole is not value and _is_view(value, whole):
                     # the place of the whole may not be known yet
-                    views[id(value)] = id(whole), _layout(value, whole)
-                    found[id(value)] = Returned("view of result", id(value))
+                    found[id(value)] = Returned("view of result", id(whole), _layout(value, whole))
                 else:
                     found[id(value)] = Returned("result", len(results))
                     is_one = value.requires_grad and (is_scalar or not (self._loss_alone and any(is_loss)))
@@ -251,10 +249,7 @@ class _Function(nn.Module):
                     results.append(result if is_one else result.detach())
             returned.append(found[id(value)])
         self.returned = tuple(
-            Returned(leaf.kind, found[views[leaf.index][0]].index, views[leaf.index][1])
-            if leaf.kind == "view of result"
-            else leaf
-            for leaf in returned
+            replace(leaf, index=found[leaf.index].index) if leaf.kind == "view of result" else leaf for leaf in returned
         )
         self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
         return tuple(results)

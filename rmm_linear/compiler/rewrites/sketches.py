@@ -51,16 +51,12 @@ class Sketch:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of x."""
-        return self.rows * self.features * self._itemsize
+        return self.reads[0].source.meta["val"].nbytes
 
     @property
     def sketch_bytes(self) -> int:
         """Bytes of S^T x."""
-        return self.config.sketch_object.rank(self.rows) * self.features * self._itemsize
-
-    @property
-    def _itemsize(self) -> int:
-        return self.reads[0].source.meta["val"].element_size()
+        return self.config.sketch_object.rank(self.rows) * self.tensor_bytes // self.rows
 
     @property
     def saves_arithmetic(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import fake_mode_of
 
@@ -146,7 +147,7 @@ class Step:
         ):
             made |= {each: made[each].detach().requires_grad_() for each in gradients}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            results = [each for each in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(each, Tensor)]
+            results = tensors_in(op(*args, **kwargs))
         own = {each.untyped_storage()._cdata for each in (*results, *(made[each] for each in gradients))}
         is_saved = any(each.untyped_storage()._cdata in own for each in saved)
         return all(map(_is_number, results)) and not is_saved and name not in _STEPS
