@@ -353,13 +353,9 @@ def fit(
 
 
 class _Trials:
-    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`.
+    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`; see `Fit`.
 
-    Attributes:
-        candidates: Those that were tried.
-        captures: The capture of each, by its options.
-        bounds: What bounds the time of mixtures with recomputation, by the name of the codes.
-        least_time: The least bound; None if there is none.
+    The capture of each candidate is kept by its options.
     """
 
     def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:

@@ -39,7 +39,6 @@ from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies import get_strategy
 
 _logger = logging.getLogger(__name__)
-EXECUTORS = ("exact", "inductor")
 # Shapes of one graph that are kept; the shape that was not used for longest is planned anew when it comes back.
 _MOST_VARIANTS = 32
 # Plans that differ by nothing but numbers, until the user is told.
@@ -87,8 +86,8 @@ class Options:
     def __post_init__(self) -> None:
         Bits.of(self.bits)
         sketch_ratio(self.sketch)
-        if self.executor not in EXECUTORS:
-            raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
+        if self.executor not in ("exact", "inductor"):
+            raise ValueError(f"executor={self.executor!r} is unknown; choose one of exact, inductor")
         if self.gradients not in ("kept", "freed"):
             raise ValueError(f'gradients={self.gradients!r} is neither "kept" nor "freed"')
         if self.page_to is not None:
@@ -143,7 +142,6 @@ class Variant:
     """A graph, planned for one kind of arguments.
 
     Attributes:
-        capture: The captured step.
         plan: What was planned; once it is compiled by Inductor, with the peak that was measured.
         runner: What runs it; None until it runs first.
     """
@@ -162,8 +160,7 @@ class Group:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
         is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once, whatever the plan is.
-        loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        graphs: The graphs so far.
+        loss_alone: As in `Options`, until a gradient arrives at another result.
         runs: How many planned forward passes ran.
     """
 

@@ -123,18 +123,10 @@ def read_joint_graph(
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
     No argument is written into. On a CPU each op runs on random numbers once for each kind of its arguments, which
-    tells what its kernel takes for itself.
-
-    Args:
-        module: The graph, without activation checkpoints (`inline_checkpoints`).
-        arguments: Its arguments; tensors on the meta device are taken for tensors on the CPU.
-        costs: See `rmm_linear.compiler.backend.Options`, as for the following ones.
-        gradients: "kept" or "freed".
-        loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
-            twice; and ops are those that Inductor fuses others into.
-        bits: Bits of codes.
-        sketch: The share of rows of sketches.
+    tells what its kernel takes for itself. Checkpoints of the graph are inlined (`inline_checkpoints`), and arguments
+    on the meta device are taken for tensors on the CPU. Options are those of `rmm_linear.compiler.backend.Options`. If
+    Inductor will compile the ops, random ops draw by seeds, and no op that draws runs twice; and ops are those that
+    Inductor fuses others into.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.

@@ -36,14 +36,10 @@ _READ_MEMORY = (
 
 
 class Runner:
-    """A captured step with a schedule, to be called with tensors.
+    """A captured step with the program of a schedule, to be called with tensors.
 
-    Args:
-        capture: The captured step.
-        program: What runs it: a schedule's program.
-        again: Runs the forward pass again, by a plan that takes gradients of all results, if a gradient arrives at a
-            result that this plan takes none for.
-        on_other_gradient: Called then: later steps need such a plan as well.
+    If a gradient arrives at a result that the plan takes none for, `again` runs the forward pass again, by a plan that
+    takes gradients of all results, and `on_other_gradient` is called: later steps need such a plan as well.
     """
 
     def __init__(
@@ -137,11 +133,10 @@ def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) 
     if not leaf.kind.startswith("view"):
         return base
     size, stride, offset, is_differentiated = leaf.value
-    order = _order(size, stride)
     if offset == 0 and sorted(zip(size, stride, strict=True)) == sorted(zip(base.shape, base.stride(), strict=True)):
         # its gradient then comes in the layout in which it would come from a transposed tensor
-        places = dict(zip(_order(base.shape, base.stride()), order, strict=True))
-        view = base.permute([source for source, _ in sorted(places.items(), key=lambda pair: pair[1])])
+        pairs = sorted(zip(_order(size, stride), _order(base.shape, base.stride()), strict=True))
+        view = base.permute([source for _, source in pairs])
     else:
         view = base.as_strided(size, stride, base.storage_offset() + offset)
     return view if is_differentiated else view.detach()

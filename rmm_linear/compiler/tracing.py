@@ -38,12 +38,10 @@ from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
-_HINTS = {
-    "grouped_mm": (
-        "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
-        ' (transformers: `model.set_experts_implementation("batched_mm")`)'
-    ),
-}
+_GROUPED_MM = (
+    "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
+    ' (transformers: `model.set_experts_implementation("batched_mm")`)'
+)
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -69,11 +67,9 @@ class Traced:
 
     Attributes:
         joint: Forward and backward pass; "desc" in the meta of placeholders and outputs says what each is.
-        inputs: The fake inputs, one for each argument that is a tensor.
-        returned: What the graph returns, in order.
+        inputs: The fake inputs, one for each argument that is a tensor, with a name as "encoder.0.weight" for each.
         differentiable: For each result, whether its gradient is an input of the joint graph.
         has_gradient: For each result, whether it requires a gradient.
-        names: A name for each input, for people: "encoder.0.weight".
         blocks: The module that each node of the joint graph belongs to.
         has_contents: Whether the arguments are real tensors, of a size that this machine has room for.
     """
@@ -403,4 +399,4 @@ def _explained(error: Exception) -> CaptureError:
 
 def hint_for(told: str, otherwise: str) -> str:
     """Say what to do about the text of an error, or something else if it is no known one."""
-    return next((hint for part, hint in _HINTS.items() if part in told), otherwise)
+    return _GROUPED_MM if "grouped_mm" in told else otherwise

@@ -21,7 +21,7 @@ from rmm_linear.compiler.rewrites import attention
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Rewrite
 from rmm_linear.compiler.rewrites.sketches import Sketch, sketches
 from rmm_linear.compiler.rewrites.step import Step, size_bytes
 from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, FreedMemory, SketchedTensor

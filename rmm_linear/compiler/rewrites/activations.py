@@ -28,8 +28,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Reading, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
 
 aten = torch.ops.aten
@@ -68,17 +67,6 @@ class Function:
     ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
     text: str
     has_gradient: bool
-
-    @classmethod
-    def of(cls, u: fx.Node, gradient: fx.Node | None, nodes: Sequence[fx.Node]) -> "Function":
-        """Read a function from the nodes that compute it; casts between floats are left out."""
-        places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
-        ops = []
-        for number, node in enumerate(nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
-            ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
-            places[node] = Place(str(number))
-        return cls(tuple(ops), repr(ops), gradient is not None)
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
         made: dict[str, Any] = {"u": u, "gradient": gradient}
@@ -231,9 +219,10 @@ def _is_alias(node: fx.Node) -> bool:
 def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]:
     sources = {u, *members}
     # a member's reader may itself be read by ops that read no member
-    regions: list[tuple[fx.Node, list[fx.Node]]] = []
+    regions: dict[fx.Node, list[fx.Node]] = {}
+    # for each node of a region, the gradient that arrives there
+    inside: dict[fx.Node, fx.Node] = {}
     first = min((step.number[read.reader] for read in step.reads if read.source in sources), default=0)
-    inside: dict[fx.Node, int] = {}
     for node in list(step.number)[first:]:
         if node not in step.gradients or not _is_elementwise(node):
             continue
@@ -241,24 +230,17 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
         others = set(node.all_input_nodes) - gradients
         if not others <= sources or any(shape_of(each) != shape_of(u) for each in (node, *gradients)):
             continue
-        places = {inside[each] for each in gradients if each in inside}
-        if len(places) == 1:
-            place = places.pop()
-            if all(each is regions[place][0] or inside.get(each) == place for each in gradients):
-                inside[node] = place
-                regions[place][1].append(node)
+        arriving = {inside[each] for each in gradients if each in inside}
+        if len(arriving) != 1 or not all({each, inside.get(each)} & arriving for each in gradients):
+            if not others or len(gradients) != 1:
                 continue
-        if not others or len(gradients) != 1:
-            continue
-        (gradient,) = gradients
-        place = next((i for i, region in enumerate(regions) if region[0] is gradient), len(regions))
-        if place == len(regions):
-            regions.append((gradient, []))
-        inside[node] = place
-        regions[place][1].append(node)
+            arriving = gradients
+        (gradient,) = arriving
+        inside[node] = gradient
+        regions.setdefault(gradient, []).append(node)
     found = []
-    for place, (gradient, nodes) in enumerate(regions):
-        exits = [node for node in nodes if any(inside.get(user) != place for user in node.users)]
+    for gradient, nodes in regions.items():
+        exits = [node for node in nodes if any(inside.get(user) is not gradient for user in node.users)]
         functions = [(node, _function(u, gradient, node, {*sources, *nodes})) for node in exits]
         reads = [Read(node, each) for node in nodes for each in node.all_input_nodes if each in sources]
         found.append(Region(reads, gradient, functions))
@@ -266,14 +248,20 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
 
 
 def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx.Node]) -> Function:
+    """Read a function from the nodes that compute it; casts between floats are left out."""
     found: set[fx.Node] = set()
     waiting = [end]
     while waiting:
         node = waiting.pop()
         found.add(node)
         waiting += [each for each in node.all_input_nodes if each in inside and each is not u and each not in found]
-    order = {node: number for number, node in enumerate(u.graph.nodes)}
-    return Function.of(u, gradient, sorted(found, key=order.__getitem__))
+    places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
+    ops = []
+    for number, node in enumerate(sorted(found)):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+        ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
+        places[node] = Place(str(number))
+    return Function(tuple(ops), repr(ops), gradient is not None)
 
 
 def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:

@@ -9,8 +9,7 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites import activations, attention, norms, products, relu
 from rmm_linear.compiler.rewrites.coded import Code
-from rmm_linear.compiler.rewrites.readings import Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, size_bytes
 from rmm_linear.planning.coding import Bits
 

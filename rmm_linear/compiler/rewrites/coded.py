@@ -62,10 +62,8 @@ class Code:
         node: The node that is coded; the code of a norm is of what the node is before weight and bias.
         kind: The kind of ops that it is for.
         bits: 8 or 4; 1 for a mask.
-        shape: How the tensor is laid out.
         tail: Where the tensor is cut, its excess being coded apart; None if it is not cut.
         cube: See `rmm_linear.compiler.rewrites.codes.encode_with_tail`.
-        key: The node of the key.
         parts: The nodes of the code, as `rmm_linear.compiler.rewrites.codes.encode` returns them.
     """
 

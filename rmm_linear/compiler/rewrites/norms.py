@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Reading, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at, shape_of
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites.attention import FUSED, is_output, is_score
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
 from rmm_linear.planning.coding import Bits
 

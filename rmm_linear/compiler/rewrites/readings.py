@@ -1,4 +1,4 @@
-"""Readings: tensors of the forward pass as the backward pass computes them from codes, without bias.
+"""Readings: tensors of the forward pass as the backward pass computes them from codes, without bias; and rewrites.
 
 A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
 computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
@@ -7,7 +7,8 @@ that is small beside what follows from it is kept and read as it is, if it has a
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, fx
 
 from rmm_linear.compiler.rewrites.coded import Code
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.step import Step, node_at, shape_of
+from rmm_linear.compiler.rewrites.step import Read, Step, node_at, shape_of
 
 aten = torch.ops.aten
 # Linear in their first argument, whatever the others are, which are no tensors.
@@ -130,6 +131,37 @@ class Readings:
         # a mask is read exactly by the gradient of its own op
         is_number = self._step.is_float(source)
         return not is_number and any(each.source is source for each in self._step.reads)
+
+
+@dataclass(eq=False)
+class Rewrite:
+    """One code, and the reads that an op has a formula of its own for; ops that are linear in a tensor need none.
+
+    Attributes:
+        code: The code.
+        serves: The reads.
+        bias: A bound of the bias of what `replace` and `provided` read, see `rmm_linear.planning.coding.CodedTensor`.
+    """
+
+    code: Code
+    serves: Sequence[Read] = field(default_factory=list)
+    bias: float = 0.0
+
+    def provided(self) -> dict[fx.Node, Reading]:
+        """The tensors that other ops can read from the code: the one that is coded."""
+        return {self.code.node: self.code.read}
+
+    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""
+        return False
+
+    def encode(self, editor: Editor) -> None:
+        """Write the code into the forward pass."""
+        self.code.encode(editor)
+
+    def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
+        """Let an op of `serves` read from the code; ops come in the order of the graph."""
+        raise NotImplementedError
 
 
 def _is_small(source: fx.Node, node: fx.Node) -> bool:

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.codes import Layout, pack, unpack
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Reading, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Step, node_at
 
 aten = torch.ops.aten

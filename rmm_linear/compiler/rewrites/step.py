@@ -36,9 +36,7 @@ class Step:
     """A joint graph, and what its backward pass reads.
 
     Attributes:
-        joint: The joint graph.
         blocks: The module that each node belongs to.
-        mode: The mode of the fake tensors.
         gradients: Nodes that depend on a tangent, the placeholder of the gradient of a result.
         number: The place of each node in the graph.
         base: For each node, the node that writes the memory in which its value lies.
