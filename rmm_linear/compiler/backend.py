@@ -180,10 +180,14 @@ class Group:
         _all_graphs.add(graph)
         return graph
 
-    def variants(self) -> "list[Variant]":
-        """Return a variant for each graph so far, in the order of compilation, and kind of arguments."""
+    def variants(self, frame: Any = None) -> "list[Variant]":
+        """Return a variant for each graph so far, in the order of compilation, and kind of arguments.
+
+        With a frame, these are the graphs of that frame alone.
+        """
         graphs = sorted(self.graphs, key=lambda graph: graph.number)
-        return [variant for graph in graphs for variant in graph.variants.values()]
+        own = (graph for graph in graphs if frame is None or graph.frame == frame)
+        return [variant for graph in own for variant in graph.variants.values()]
 
     def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
         """Return the budget of one graph: its share of a budget in bytes, if the model has several."""
@@ -191,14 +195,11 @@ class Group:
         if budget.is_relative:
             return budget
         # a frame that is compiled again runs in the place of its older versions
-        others = [(each.frame, each.variants.values()) for each in self.graphs if each.frame != graph.frame]
-        peaks: dict[Any, int] = {}
-        for frame, variants in others:
-            for variant in variants:
-                peaks[frame] = max(peaks.get(frame, 0), variant.plan.plain.peak_bytes)
+        others = map(self.variants, {each.frame for each in self.graphs} - {graph.frame})
+        peaks = [max(variant.plan.plain.peak_bytes for variant in variants) for variants in others if variants]
         if not peaks:
             return budget
-        total = plain_bytes + sum(peaks.values())
+        total = plain_bytes + sum(peaks)
         share = max(1, budget.in_bytes(plain_bytes) * plain_bytes // total)
         _logger.info(
             "the model has %d graphs: this one gets %d bytes of the budget, its part of the peaks without a plan",
@@ -206,11 +207,6 @@ class Group:
             share,
         )
         return Budget.of(share)
-
-    def allowed_bytes(self, frame: Any) -> int:
-        """Return the most bytes that a plan of a frame was made for; 0 before the first one."""
-        graphs = [graph for graph in self.graphs if graph.frame == frame]
-        return max((variant.plan.budget_bytes for graph in graphs for variant in graph.variants.values()), default=0)
 
 
 _numbers = itertools.count()
@@ -356,8 +352,7 @@ class PlannedGraph:
         """Warn where a budget in bytes counts several times in a step."""
         if self._has_told_of_calls or self._is_budget_relative():
             return
-        versions = [graph for graph in list(self._group.graphs) if graph.frame == self.frame]
-        runners = [variant.runner for graph in versions for variant in graph.variants.values()]
+        runners = [variant.runner for variant in self._group.variants(self.frame)]
         if not any(runner is not None and runner.awaits_backward for runner in runners):
             return
         self._has_told_of_calls = True
@@ -491,7 +486,8 @@ class PlannedGraph:
             return plan_graph(graph, budget, options.strategy)
         except InfeasibleBudgetError as error:
             # gradients are most of a small batch's peak, which may be as high as that of an earlier batch
-            allowed_bytes = self._group.allowed_bytes(self.frame) if budget.is_relative else 0
+            earlier = self._group.variants(self.frame) if budget.is_relative else []
+            allowed_bytes = max((variant.plan.budget_bytes for variant in earlier), default=0)
             if error.least_bytes <= allowed_bytes:
                 return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several

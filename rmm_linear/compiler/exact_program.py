@@ -54,7 +54,6 @@ class Program:
         parts: The parts, at least one.
         shared: Places of the results in whose memory the backward part reads.
         constants: Tensors that are no inputs, and that the backward part reads.
-        source: The code, for people.
         has_layouts: Whether the backward part takes gradients of results in the layout of the trace alone.
     """
 
@@ -65,7 +64,6 @@ class Program:
     parts: tuple[Part, ...]
     shared: tuple[int, ...]
     constants: tuple[Tensor, ...]
-    source: str
     has_layouts: bool = False
 
 
@@ -149,10 +147,9 @@ class _Writer:
                 self._names[node] = f"tangents[{place}]"
         parts = self._parts(steps, cut + 1)
         backward = self._function("backward(inputs, saved, tangents, gradients)")
-        source = f"{forward}\n\n{backward}"
-        exec(compile(source, "<schedule>", "exec"), self._globals)
+        exec(compile(f"{forward}\n\n{backward}", "<schedule>", "exec"), self._globals)
         constants = tuple(self._constants_read.values())
-        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants, source)
+        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants)
 
     def _gradients_by_storage(self) -> dict[int | None, list[int]]:
         """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""

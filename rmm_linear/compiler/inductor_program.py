@@ -372,10 +372,8 @@ def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: b
             gradients[place] = gradient
         yield
 
-    tangent_places, source = tuple(tangents), str(joint.graph)
-    return Program(
-        run_forward, run_backward, (Part(places, frozenset(reads)),), tuple(shared), (), source, has_layouts=True
-    )
+    parts, tangent_places = (Part(places, frozenset(reads)),), tuple(tangents)
+    return Program(run_forward, run_backward, parts, tuple(shared), (), has_layouts=True)
 
 
 def _part(

@@ -3,9 +3,6 @@
 An op is a node that fills new memory; views and `getitem` are none. Which storages an op reads and writes follows from
 the storages of the fake tensors of the trace, and so do their bytes. Parameters, buffers and all other arguments are
 inputs, and lie outside of the budget.
-
-If the traced graph returns a scalar that depends on parameters, it is taken for the loss, and no other result has a
-gradient in the plan; `loss_alone=False` lets every result have one.
 """
 
 import hashlib
