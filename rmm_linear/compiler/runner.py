@@ -116,13 +116,11 @@ class Runner:
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
         run = _Pass(self, arguments)
         self._last_pass = weakref.ref(run)
-        following: Tensor | None = None
+        results: Sequence[Any] = [None]
         # the engine prefers nodes that were made later: from the last part to the first
-        for number in range(len(self.program.parts) - 1, 0, -1):
+        for number in range(len(self.program.parts) - 1, -1, -1):
             own = (inputs[place] for place in self.program.parts[number].gradients)
-            following = _LaterPart.apply(run, number, inputs, following, *own)
-        own = (inputs[place] for place in self.program.parts[0].gradients)
-        results = _Run.apply(run, inputs, following, *own)
+            results = _Node.apply(run, number, inputs, results[0], *own)
         return [_value(leaf, inputs, results) for leaf in self.capture.returned]
 
 
@@ -362,38 +360,28 @@ def _fresh(tensor: Tensor) -> Tensor:
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
-class _Run(torch.autograd.Function):
-    """The forward part, and the first part of the backward part."""
+class _Node(torch.autograd.Function):
+    """A part of the backward part; with the first one goes the forward part.
 
-    @staticmethod
-    def forward(
-        ctx: Any, run: _Pass, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
-    ) -> tuple[Tensor, ...]:
-        results = run.forward(inputs)
-        run.keep(ctx, 0, inputs)
-        # what needs no gradient in the plain step, and its numbers of other kinds, need none here
-        needed = zip(results, run.runner.capture.has_gradient, strict=True)
-        ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.run.begin(tangents)
-        return (None, None, None, *ctx.run.gradients_of(ctx))
-
-
-class _LaterPart(torch.autograd.Function):
-    """A later part of the backward part. What it returns has no contents: the part before it leads here by it."""
+    The result of a later one has no contents: the part before it leads here by it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, run: _Pass, number: int, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
+        results = [torch.empty(0, device=run.runner.device)] if number else run.forward(inputs)
         run.keep(ctx, number, inputs)
-        return torch.empty(0, device=run.runner.device)
+        if not number:
+            # what needs no gradient in the plain step, and its numbers of other kinds, need none here
+            needed = zip(results, run.runner.capture.has_gradient, strict=True)
+            ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.number:
+            ctx.run.begin(tangents)
         return (None, None, None, None, *ctx.run.gradients_of(ctx))
 
 
