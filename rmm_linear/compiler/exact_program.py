@@ -87,7 +87,6 @@ class _Writer:
             device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
             self._globals |= {"_pager": lambda: pager_for(page_to, device), "_put": _put, "_take": _take}
         self._constants: dict[int, str] = {}
-        self._kept_alive: list[Any] = []
         # the name of each value that is in memory: inputs, tangents, members of live storages
         self._names: dict[fx.Node, str] = {node: f"inputs[{place}]" for place, node in enumerate(capture.inputs)}
         self._lines: list[str] = []
@@ -101,10 +100,9 @@ class _Writer:
         # names of the views that there are, and those that lie in each live storage
         self._views: dict[fx.Node, str] = {}
         self._views_in: dict[int, list[fx.Node]] = {}
-        # inputs and constants that have been read, and inputs that each view lies in
+        # inputs and constants that have been read
         self._read: set[fx.Node] = set()
         self._constants_read: dict[str, Tensor] = {}
-        self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
         self._sources = sources_of(capture)
         self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
@@ -292,7 +290,7 @@ class _Writer:
         if node in self._names:
             return self._names[node]
         if node in self._views:
-            self._read |= self._inputs_of[node]
+            self._read |= self._lies_in(node)[1]
             return self._views[node]
         if node.op == "get_attr":
             constant = fx.graph_module._get_attr(self._capture.module, str(node.target))
@@ -307,8 +305,7 @@ class _Writer:
             line = f"{name} = {self._call(node)}"
         self._lines.append(line)
         self._views[node] = name
-        storages, self._inputs_of[node] = self._lies_in(node)
-        for index in storages:
+        for index in self._lies_in(node)[0]:
             self._views_in.setdefault(index, []).append(node)
         return name
 
@@ -338,9 +335,8 @@ class _Writer:
 
     def _constant(self, value: Any) -> str:
         if id(value) not in self._constants:
-            # an id is one as long as its object lives
-            self._kept_alive.append(value)
             self._constants[id(value)] = name = f"c{len(self._constants)}"
+            # an id is one as long as its object lives
             self._globals[name] = value
         return self._constants[id(value)]
 

@@ -1,5 +1,6 @@
 """Codes of nodes of a joint graph: made after the node in the forward pass, read before a node of the backward pass."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +39,7 @@ class Shape:
         order = tuple(sorted(range(x.dim()), key=lambda place: (-strides[place], place)))
         sizes = tuple(x.shape[place] for place in order)
         last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 and order[-1] != 1 else 1
-        columns = 1
-        for size in sizes[-last:]:
-            columns *= size
+        columns = math.prod(sizes[-last:])
         rows = x.numel() // columns
         return None if rows < _FEWEST_ROWS else cls(order, sizes, x.dtype, Layout.of(rows, columns))
 
