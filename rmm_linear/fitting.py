@@ -353,13 +353,9 @@ def fit(
 
 
 class _Trials:
-    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`.
+    """Ways to run a captured step within a budget, with ops that run twice if `is_replanned`; see `Fit`.
 
-    Attributes:
-        candidates: Those that were tried.
-        captures: The capture of each, by its options.
-        bounds: What bounds the time of mixtures with recomputation, by the name of the codes.
-        least_time: The least bound; None if there is none.
+    The capture of each candidate is kept by its options.
     """
 
     def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:
@@ -370,15 +366,10 @@ class _Trials:
         self.bounds: dict[str, PartialCoding] = {}
         self.least_time: float | None = None
 
-    def add(self, name: str, options: Mapping[str, Any], capture: Capture | None = None) -> Candidate:
+    def add(self, name: str, options: Mapping[str, Any], capture: Capture | None = None) -> None:
         """Plan the step with options of the backend."""
-        if capture is None:
-            bits, sketch = Bits.of(options.get("bits")), sketch_ratio(options.get("sketch"))
-            capture = self._rewritten(bits, sketch)
-        self.captures[json.dumps(options)] = capture
-        candidate = self._planned(name, options, capture)
-        self.candidates.append(candidate)
-        return candidate
+        self.captures[json.dumps(options)] = capture = capture or self._rewritten(options)
+        self.candidates.append(self._planned(name, options, capture))
 
     def add_pages(self, page_to: str | Path) -> None:
         """Plan the exact step with pages in place of some second computations."""
@@ -403,7 +394,7 @@ class _Trials:
         tried: set[frozenset[tuple[str, int]]] = set()
         costs: dict[tuple[str, int], float] = {}
         for name, given in _CODES.items():
-            coded = self._rewritten(Bits.of(given), None)
+            coded = self._rewritten({"bits": given})
             if not coded.coding.coded:
                 return
             if coded.coding.names in tried:
@@ -435,9 +426,9 @@ class _Trials:
             if bits is not None and bits.only and json.dumps({"bits": bits.as_given()}) not in self.captures:
                 self.add(f"{name}, {len(bits.only)} tensors", {"bits": bits.as_given()})
 
-    def _rewritten(self, bits: Bits, sketch: float | None) -> Capture:
+    def _rewritten(self, options: Mapping[str, Any]) -> Capture:
         assert self._exact.rewritten is not None
-        return self._exact.rewritten(bits, sketch)
+        return self._exact.rewritten(Bits.of(options.get("bits")), sketch_ratio(options.get("sketch")))
 
     def _best_cost(self) -> float:
         return min(each.time for each in self.candidates) * self._exact.graph.cost

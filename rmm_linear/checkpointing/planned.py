@@ -186,10 +186,8 @@ def capture(
         CaptureError: If the step can't be captured as one graph; it names the line, and what can be done.
         ValueError: If nothing that the step returns can be differentiated, or `gradients` is something else.
     """
-    options = Options(budget="100%", executor="exact", costs=costs, gradients=gradients)
-    planned = _step_of(model, step, options)
-    planned.group.plans_nothing = True
-    return planned.capture(args, kwargs or {})[0]
+    options = Options(executor="exact", costs=costs, gradients=gradients)
+    return _step_of(model, step, options).capture(args, kwargs or {})[0]
 
 
 def is_planned(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import autocast_as, present_autocast
 from rmm_linear.compiler.costs import page_cost
-from rmm_linear.compiler.exact_program import program_of
+from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
@@ -39,7 +39,6 @@ from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies import get_strategy
 
 _logger = logging.getLogger(__name__)
-EXECUTORS = ("exact", "inductor")
 # Shapes of one graph that are kept; the shape that was not used for longest is planned anew when it comes back.
 _MOST_VARIANTS = 32
 # Plans that differ by nothing but numbers, until the user is told.
@@ -87,8 +86,8 @@ class Options:
     def __post_init__(self) -> None:
         Bits.of(self.bits)
         sketch_ratio(self.sketch)
-        if self.executor not in EXECUTORS:
-            raise ValueError(f"executor={self.executor!r} is unknown; choose one of {', '.join(EXECUTORS)}")
+        if self.executor not in ("exact", "inductor"):
+            raise ValueError(f"executor={self.executor!r} is unknown; choose one of exact, inductor")
         if self.gradients not in ("kept", "freed"):
             raise ValueError(f'gradients={self.gradients!r} is neither "kept" nor "freed"')
         if self.page_to is not None:
@@ -143,7 +142,6 @@ class Variant:
     """A graph, planned for one kind of arguments.
 
     Attributes:
-        capture: The captured step.
         plan: What was planned; once it is compiled by Inductor, with the peak that was measured.
         runner: What runs it; None until it runs first.
     """
@@ -161,17 +159,15 @@ class Group:
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
-        plans_nothing: Whether graphs get their plain schedules, for only their captures are wanted.
         is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once, whatever the plan is.
-        loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        graphs: The graphs so far.
+        loss_alone: As in `Options`, until a gradient arrives at another result.
         runs: How many planned forward passes ran.
     """
 
     def __init__(self, options: Options, on_failure: Callable[[CaptureError], None] | None = None) -> None:
         self.options = options
         self.on_failure = on_failure or _warn
-        self.capture_only = self.plans_nothing = False
+        self.capture_only = False
         self.is_compiled = True
         self.loss_alone = options.loss_alone
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
@@ -184,10 +180,14 @@ class Group:
         _all_graphs.add(graph)
         return graph
 
-    def variants(self) -> "list[Variant]":
-        """Return a variant for each graph so far, in the order of compilation, and kind of arguments."""
+    def variants(self, frame: Any = None) -> "list[Variant]":
+        """Return a variant for each graph so far, in the order of compilation, and kind of arguments.
+
+        With a frame, these are the graphs of that frame alone.
+        """
         graphs = sorted(self.graphs, key=lambda graph: graph.number)
-        return [variant for graph in graphs for variant in graph.variants.values()]
+        own = (graph for graph in graphs if frame is None or graph.frame == frame)
+        return [variant for graph in own for variant in graph.variants.values()]
 
     def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
         """Return the budget of one graph: its share of a budget in bytes, if the model has several."""
@@ -195,10 +195,11 @@ class Group:
         if budget.is_relative:
             return budget
         # a frame that is compiled again runs in the place of its older versions
-        peaks = {frame: peak for frame, peak in self._peaks().items() if frame != graph.frame}
+        others = map(self.variants, {each.frame for each in self.graphs} - {graph.frame})
+        peaks = [max(variant.plan.plain.peak_bytes for variant in variants) for variants in others if variants]
         if not peaks:
             return budget
-        total = plain_bytes + sum(peaks.values())
+        total = plain_bytes + sum(peaks)
         share = max(1, budget.in_bytes(plain_bytes) * plain_bytes // total)
         _logger.info(
             "the model has %d graphs: this one gets %d bytes of the budget, its part of the peaks without a plan",
@@ -206,18 +207,6 @@ class Group:
             share,
         )
         return Budget.of(share)
-
-    def allowed_bytes(self, frame: Any) -> int:
-        """Return the most bytes that a plan of a frame was made for; 0 before the first one."""
-        graphs = [graph for graph in self.graphs if graph.frame == frame]
-        return max((variant.plan.budget_bytes for graph in graphs for variant in graph.variants.values()), default=0)
-
-    def _peaks(self) -> dict[Any, int]:
-        found: dict[Any, int] = {}
-        for graph in self.graphs:
-            for variant in graph.variants.values():
-                found[graph.frame] = max(found.get(graph.frame, 0), variant.plan.plain.peak_bytes)
-        return found
 
 
 _numbers = itertools.count()
@@ -363,8 +352,7 @@ class PlannedGraph:
         """Warn where a budget in bytes counts several times in a step."""
         if self._has_told_of_calls or self._is_budget_relative():
             return
-        versions = [graph for graph in list(self._group.graphs) if graph.frame == self.frame]
-        runners = [variant.runner for graph in versions for variant in graph.variants.values()]
+        runners = [variant.runner for variant in self._group.variants(self.frame)]
         if not any(runner is not None and runner.awaits_backward for runner in runners):
             return
         self._has_told_of_calls = True
@@ -465,44 +453,41 @@ class PlannedGraph:
     def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
-            program = program_of(capture, plan.schedule, options.page_to)
-            return Runner(capture, program, self, self._take_all_gradients)
+            return self._runner(capture, program_of(capture, plan.schedule, options.page_to))
         # after what an exact program needs: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
-            program = uncompiled_program(capture)
-            return Runner(capture, program, self, self._take_all_gradients)
+            return self._runner(capture, uncompiled_program(capture))
 
         def replan(budget_bytes: int) -> CheckpointPlan:
-            return plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
+            planned = plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
+            return replace(plan, schedule=planned.schedule, planned=planned.planned)
 
         # the casts of autocast are ops of the graph already
         with autocast_as((), {tensor.device.type for tensor in tensors}):
             if options.budget is None and options.schedule is None:
-                plan, program = measured_plain(capture, plan, tensors)
+                variant.plan, program = measured_plain(capture, plan, tensors)
             else:
-                plan, program = program_within(capture, plan, tensors, replan)
-        variant.plan = replace(
-            plan,
-            eager_peak_bytes=capture.eager_peak_bytes,
-            coding=capture.coding,
-            least_overhead=variant.plan.least_overhead,
-        )
+                variant.plan, program = program_within(capture, plan, tensors, replan)
+        return self._runner(capture, program)
+
+    def _runner(self, capture: Capture, program: Program) -> Runner:
         return Runner(capture, program, self, self._take_all_gradients)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options
         if options.schedule is not None:
             return CheckpointPlan.of(graph, options.schedule)
-        if self._group.plans_nothing or options.budget is None:
+        if options.budget is None:
             return CheckpointPlan.of(graph, Schedule.plain(graph))
         budget = self._group.share_of(self, plain_peak_bytes(graph))
         try:
             return plan_graph(graph, budget, options.strategy)
         except InfeasibleBudgetError as error:
             # gradients are most of a small batch's peak, which may be as high as that of an earlier batch
-            allowed_bytes = self._group.allowed_bytes(self.frame) if budget.is_relative else 0
+            earlier = self._group.variants(self.frame) if budget.is_relative else []
+            allowed_bytes = max((variant.plan.budget_bytes for variant in earlier), default=0)
             if error.least_bytes <= allowed_bytes:
                 return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several

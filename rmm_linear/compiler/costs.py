@@ -63,21 +63,21 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
     if costs == "ms":
         return sum(_measured_ms(node, *each) for node, each in zip(loop, arguments, strict=True))
     result = loop[-1].meta.get("val")
-    outside = arguments
+    outside: Any = arguments
     if len(loop) > 1:
         inside = {node.meta["val"].untyped_storage()._cdata for node in loop[:-1]}
-        leaves = (leaf for leaf in pytree.tree_leaves(arguments) if _is(leaf))
-        outside = list({id(leaf): leaf for leaf in leaves if leaf.untyped_storage()._cdata not in inside}.values())
+        outer = (each for each in tensors_in(arguments) if each.untyped_storage()._cdata not in inside)
+        outside = list({id(each): each for each in outer}.values())
     read = () if str(loop[-1].target) == _DRAW else outside
-    moved = float(sum(math.prod(t.shape) * t.element_size() for t in pytree.tree_leaves((read, result)) if _is(t)))
+    moved = float(sum(math.prod(t.shape) * t.element_size() for t in tensors_in((read, result))))
     if costs == "bytes":
         return max(1.0, moved)
     flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))
     if costs == "flops":
         return max(1.0, flops)
-    device = next((leaf.device.type for leaf in pytree.tree_leaves((result, outside)) if _is(leaf)), "cpu")
+    device = next((tensor.device.type for tensor in tensors_in((result, outside))), "cpu")
     kind = "cpu" if device == "cpu" else "cuda"
-    computed = sum(node.meta["val"].numel() for node in loop if _is(node.meta["val"]))
+    computed = sum(node.meta["val"].numel() for node in loop if isinstance(node.meta["val"], Tensor))
     return max(moved, flops / _FLOPS_PER_BYTE[kind], computed / _NUMBERS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
 
 
@@ -122,7 +122,7 @@ def median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
     key = f"{node.target} {described((args, kwargs))}"
     if key not in _MEASURED_MS:
-        devices = list({leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _is(leaf) and leaf.is_cuda})
+        devices = list({tensor.device for tensor in tensors_in((args, kwargs)) if tensor.is_cuda})
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             args, kwargs = with_contents((args, kwargs))
             _MEASURED_MS[key] = median_ms(lambda: node.target(*args, **kwargs), devices)  # type: ignore[operator]
@@ -135,7 +135,8 @@ def described(arguments: Any) -> str:
     These are shapes, layouts, dtypes and devices of the tensors, and the other values.
     """
     leaves = pytree.tree_leaves(arguments)
-    return str([(*leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if _is(leaf) else leaf for leaf in leaves])
+    kinds = [(*x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves]
+    return str(kinds)
 
 
 def with_contents(arguments: Any) -> Any:
@@ -157,8 +158,9 @@ def with_contents(arguments: Any) -> Any:
     return pytree.tree_map(contents, arguments)
 
 
-def _is(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors among nested values."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def is_product(node: fx.Node) -> bool:

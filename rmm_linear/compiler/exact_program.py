@@ -54,7 +54,6 @@ class Program:
         parts: The parts, at least one.
         shared: Places of the results in whose memory the backward part reads.
         constants: Tensors that are no inputs, and that the backward part reads.
-        source: The code, for people.
         has_layouts: Whether the backward part takes gradients of results in the layout of the trace alone.
     """
 
@@ -65,7 +64,6 @@ class Program:
     parts: tuple[Part, ...]
     shared: tuple[int, ...]
     constants: tuple[Tensor, ...]
-    source: str
     has_layouts: bool = False
 
 
@@ -89,7 +87,6 @@ class _Writer:
             device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
             self._globals |= {"_pager": lambda: pager_for(page_to, device), "_put": _put, "_take": _take}
         self._constants: dict[int, str] = {}
-        self._kept_alive: list[Any] = []
         # the name of each value that is in memory: inputs, tangents, members of live storages
         self._names: dict[fx.Node, str] = {node: f"inputs[{place}]" for place, node in enumerate(capture.inputs)}
         self._lines: list[str] = []
@@ -103,11 +100,10 @@ class _Writer:
         # names of the views that there are, and those that lie in each live storage
         self._views: dict[fx.Node, str] = {}
         self._views_in: dict[int, list[fx.Node]] = {}
-        # inputs and constants that have been read, and inputs that each view lies in
+        # inputs and constants that have been read
         self._read: set[fx.Node] = set()
         self._constants_read: dict[str, Tensor] = {}
-        self._inputs_of: dict[fx.Node, set[fx.Node]] = {}
-        self._after_tangents = after_tangents(capture)
+        self._sources = sources_of(capture)
         self._gradients = self._gradients_by_storage()
         times = Counter(schedule.order)
         ops = capture.graph.runnable
@@ -122,13 +118,21 @@ class _Writer:
             self._lines.append("pager = _pager()")
         for step in steps[: cut + 1]:
             self._step(step)
-        self._return_results()
-        self._end_forward(steps, cut)
+        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+        results = [f"{self._value(node)}.detach()" for node in self._capture.results]
+        self._lines.append(f"results = [{', '.join(results)}]")
+        updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
+        self._lines.append(f"updates = [{', '.join(updates)}]")
         while cut + 1 < len(steps) and steps[cut + 1].kind == "free":
             cut += 1
             self._step(steps[cut])
-        saved = self._saved()
-        shared = self._shared()
+        kept = self._kept(steps[cut + 1 :])
+        members = [node for index in kept for node in self._capture.members[index]]
+        pager = ["pager"] if any(self._loads_left.values()) else []
+        saved = [*map(self._names.__getitem__, members), *self._states.values(), *pager, *self._pages.values()]
+        # results in whose memory the caller can write before it is read
+        are_shared = (not self._lies_in(node)[0].isdisjoint(kept) for node in self._capture.results)
+        shared = tuple(place for place, is_one in enumerate(are_shared) if is_one)
         self._lines.append(f"return results, updates, [{', '.join(saved)}]")
         forward = self._function("forward(inputs)")
         self._views.clear()
@@ -141,10 +145,9 @@ class _Writer:
                 self._names[node] = f"tangents[{place}]"
         parts = self._parts(steps, cut + 1)
         backward = self._function("backward(inputs, saved, tangents, gradients)")
-        source = f"{forward}\n\n{backward}"
-        exec(compile(source, "<schedule>", "exec"), self._globals)
+        exec(compile(f"{forward}\n\n{backward}", "<schedule>", "exec"), self._globals)
         constants = tuple(self._constants_read.values())
-        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants, source)
+        return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants)
 
     def _gradients_by_storage(self) -> dict[int | None, list[int]]:
         """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""
@@ -200,38 +203,12 @@ class _Writer:
     def _function(self, signature: str) -> str:
         return "\n    ".join([f"def {signature}:", *self._lines])
 
-    def _return_results(self) -> None:
-        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
-        results = [f"{self._value(node)}.detach()" for node in self._capture.results]
-        self._lines.append(f"results = [{', '.join(results)}]")
-        updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
-        self._lines.append(f"updates = [{', '.join(updates)}]")
-
-    def _end_forward(self, steps: Sequence[Step], cut: int) -> None:
-        """Note which live storages are of no more use to the program: results, which are the caller's from now on."""
-        read_later: set[int] = set()
-        for step in steps[cut + 1 :]:
-            if step.kind == "compute":
-                read_later.update(self._capture.graph.runnable[step.target].reads)
-        self._given_away = set(self._live) - read_later - set(self._gradients)
-        self._given_away &= set(self._capture.graph.outputs)
-
-    def _saved(self) -> list[str]:
-        members = [
-            self._names[node]
-            for index in self._live
-            if index not in self._given_away
-            for node in self._capture.members[index]
-        ]
-        pager = ["pager"] if any(self._loads_left.values()) else []
-        return [*members, *self._states.values(), *pager, *self._pages.values()]
-
-    def _shared(self) -> tuple[int, ...]:
-        """Results that lie in what is saved: the caller can write there before it is read."""
-        kept = set(self._live) - self._given_away
-        return tuple(
-            place for place, node in enumerate(self._capture.results) if not kept.isdisjoint(self._lies_in(node)[0])
-        )
+    def _kept(self, later: Sequence[Step]) -> list[int]:
+        """Live storages, but for results that no later step reads: they are the caller's from now on."""
+        graph = self._capture.graph
+        needed = {index for step in later if step.kind == "compute" for index in graph.runnable[step.target].reads}
+        given_away = set(graph.outputs) - needed - self._gradients.keys()
+        return [index for index in self._live if index not in given_away]
 
     def _step(self, step: Step) -> None:
         if step.kind == "free":
@@ -246,11 +223,7 @@ class _Writer:
         if step.target in self._times_left:
             call = self._drawn(step.target, node, call)
         is_whole = isinstance(node.meta.get("val"), Tensor)
-        new = [index for index in op.writes if index not in self._live]
-        self._live.update(dict.fromkeys(new))
-        for index in new:
-            for member in self._capture.members[index]:
-                self._names[member] = f"v{self._numbers[member]}"
+        new = {index: self._written(index) for index in op.writes if index not in self._live}
         if is_whole and new:
             self._lines.append(f"{self._names[node]} = {call}")
         elif new:
@@ -267,16 +240,17 @@ class _Writer:
         for index in new:
             if self._loads_left[index] and index not in self._pages:
                 self._pages[index] = f"p{index}"
-                self._lines.append(f"p{index} = _put(pager, [{', '.join(self._names_in(index))}])")
+                self._lines.append(f"p{index} = _put(pager, [{', '.join(new[index])}])")
 
-    def _names_in(self, storage: int) -> list[str]:
-        return [self._names[node] for node in self._capture.members[storage]]
+    def _written(self, storage: int) -> list[str]:
+        """Note that a storage is in memory, and return the names of the tensors in it."""
+        self._live[storage] = None
+        names = {member: f"v{self._numbers[member]}" for member in self._capture.members[storage]}
+        self._names.update(names)
+        return list(names.values())
 
     def _load(self, storage: int) -> None:
-        self._live[storage] = None
-        for member in self._capture.members[storage]:
-            self._names[member] = f"v{self._numbers[member]}"
-        self._lines.append(f"{', '.join(self._names_in(storage))}, = _take(pager, p{storage})")
+        self._lines.append(f"{', '.join(self._written(storage))}, = _take(pager, p{storage})")
         self._loads_left[storage] -= 1
         if not self._loads_left[storage]:
             self._lines.append(f"{self._pages.pop(storage)} = None")
@@ -306,7 +280,7 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        function = _reshaped if node in self._after_tangents and node.target in _VIEWS else _as_in_place(node)
+        function = _reshaped if self._sources[node] and node.target in _VIEWS else _as_in_place(node)
         return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node) -> str:
@@ -316,7 +290,7 @@ class _Writer:
         if node in self._names:
             return self._names[node]
         if node in self._views:
-            self._read |= self._inputs_of[node]
+            self._read |= self._lies_in(node)[1]
             return self._views[node]
         if node.op == "get_attr":
             constant = fx.graph_module._get_attr(self._capture.module, str(node.target))
@@ -331,8 +305,7 @@ class _Writer:
             line = f"{name} = {self._call(node)}"
         self._lines.append(line)
         self._views[node] = name
-        storages, self._inputs_of[node] = self._lies_in(node)
-        for index in storages:
+        for index in self._lies_in(node)[0]:
             self._views_in.setdefault(index, []).append(node)
         return name
 
@@ -362,9 +335,8 @@ class _Writer:
 
     def _constant(self, value: Any) -> str:
         if id(value) not in self._constants:
-            # an id is one as long as its object lives
-            self._kept_alive.append(value)
             self._constants[id(value)] = name = f"c{len(self._constants)}"
+            # an id is one as long as its object lives
             self._globals[name] = value
         return self._constants[id(value)]
 
@@ -383,12 +355,12 @@ def _as_in_place(node: fx.Node) -> Any:
     return node.target
 
 
-def after_tangents(capture: Capture) -> set[fx.Node]:
-    """Find what is computed from the gradients of results."""
-    found: set[fx.Node] = set(filter(None, capture.tangents))
+def sources_of(capture: Capture) -> dict[fx.Node, set[int]]:
+    """Find the results from whose gradients each node is computed."""
+    places = {node: {place} for place, node in enumerate(capture.tangents) if node is not None}
+    found: dict[fx.Node, set[int]] = {}
     for node in capture.module.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
+        found[node] = places.get(node, set()).union(*(found[source] for source in node.all_input_nodes))
     return found
 
 

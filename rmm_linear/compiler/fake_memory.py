@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.workspaces import known_workspace_bytes
 
 # With a reduction they return one number in memory as large as that of all numbers, which fake tensors don't tell.
@@ -75,10 +75,10 @@ class _Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._outside and storage._cdata not in self._alive:
-                size_bytes = real_bytes(func, _tensors((args, kwargs)), tensor)
+                size_bytes = real_bytes(func, tensors_in((args, kwargs)), tensor)
                 gone = functools.partial(self._forget, storage._cdata, size_bytes)
                 self._alive[storage._cdata] = weakref.ref(storage, gone)
                 self._now += size_bytes
@@ -100,7 +100,3 @@ class _Alive(TorchDispatchMode):
     def _forget(self, memory: int, size_bytes: int, _: Any) -> None:
         del self._alive[memory]
         self._now -= size_bytes
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

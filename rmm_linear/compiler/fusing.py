@@ -26,7 +26,6 @@ _LOOPS = {
     torch.ops.aten.arange.start_step,
     torch.ops.aten.constant_pad_nd.default,
 }
-_TANGENTS = "tangents"
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16
 
@@ -137,7 +136,7 @@ class _Fusion:
         }
         network = nx.DiGraph()
         network.add_node("inputs")
-        network.add_node(_TANGENTS)
+        network.add_node("tangents")
         waiting, seen = list(wanted), set(wanted)
         while waiting:
             node = waiting.pop()
@@ -145,7 +144,7 @@ class _Fusion:
             size = 0 if is_kept else sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(node))
             network.add_edge((node, "computed"), (node, "kept"), capacity=size)
             if node in wanted:
-                network.add_edge((node, "kept"), _TANGENTS)
+                network.add_edge((node, "kept"), "tangents")
             sources = self._sources(node)
             if not _is_loop(node) or is_kept or node in kept or not self._updated.isdisjoint(sources):
                 network.add_edge("inputs", (node, "computed"))
@@ -159,7 +158,7 @@ class _Fusion:
         if not wanted:
             return set()
         # of equal cuts the one that is nearest to the backward pass, which computes the least again
-        _, (_, near) = nx.minimum_cut(network, "inputs", _TANGENTS)
+        _, (_, near) = nx.minimum_cut(network, "inputs", "tangents")
         return {node for node in seen if (node, "computed") in near}
 
 

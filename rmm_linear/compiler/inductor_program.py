@@ -124,7 +124,7 @@ def compiled_program(
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]
     _realize(joint)
-    return _Halves(capture, joint, cut).program()
+    return _halves(capture, joint, cut)
 
 
 def uncompiled_program(capture: Capture) -> Program:
@@ -134,7 +134,7 @@ def uncompiled_program(capture: Capture) -> Program:
     """
     schedule = Schedule.plain(capture.graph)
     cut = end_of_forward(capture.graph, schedule.order) + 1
-    return _Halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False).program()
+    return _halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False)
 
 
 def windows_of(
@@ -149,19 +149,13 @@ def windows_of(
     """Divide a schedule into windows: the bytes when one begins, and all that it writes, are within a limit.
 
     Of all such divisions it separates the fewest bytes that are read by a loop, and were read or written by the loop
-    that touched them before: Inductor fuses the two in one window. Of equal divisions it has the fewest windows.
+    that touched them before: Inductor fuses the two in one window. Of equal divisions it has the fewest windows. An op
+    that is above the limit alone has a window of its own. With `expects_fusion`, a storage does not count that only
+    loops of one window write and read: Inductor is expected to fuse these loops, or to compute the storage again in
+    each, and not to write it to memory.
 
-    Args:
-        graph: The graph.
-        schedule: A schedule for it.
-        cut: How many computations the forward pass has.
-        limit_bytes: The limit; an op that is above it alone has a window of its own.
-        are_loops: Which ops of the graph Inductor computes in loops.
-        expects_fusion: Whether a storage does not count that only loops of one window write and read: Inductor is
-            expected to fuse these loops, or to compute the storage again in each, and not to write it to memory.
-
-    Returns:
-        The window of each computation, counted from 1.
+    Return the window of each computation, counted from 1. The forward pass has `cut` computations; `are_loops` says
+    which ops of the graph Inductor computes in loops.
     """
     ops = [graph.ops[index] for index in schedule.order]
     total = sum(graph.storages[index].size_bytes for op in ops for index in op.writes)
@@ -323,94 +317,83 @@ def _realize(joint: fx.GraphModule) -> None:
                 source.meta["inductor_realize_to_strides"] = is_made
 
 
-class _Halves:
-    """Cuts a graph where the forward pass ends, and compiles both halves unless `is_compiled` is false."""
+def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> Program:
+    """Cut a graph where the forward pass ends, and compile both halves unless `is_compiled` is false."""
+    originals, placeholders = (
+        [node for node in graph.nodes if node.op == "placeholder"] for graph in (capture.module.graph, joint.graph)
+    )
+    copy_of = dict(zip(originals, placeholders, strict=True))
+    inputs = [copy_of[node] for node in capture.inputs]
+    tangents = {place: copy_of[node] for place, node in enumerate(capture.tangents) if node is not None}
+    (output,) = (node for node in joint.graph.nodes if node.op == "output")
+    results, count = len(capture.results), len(capture.results) + len(capture.updates)
+    early_ends, gradient_ends = output.args[0][:count], output.args[0][count:]
+    calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+    early, late = [node for node in calls if _step(node) < cut], [node for node in calls if _step(node) >= cut]
+    read = dict.fromkeys([source for node in late for source in node.all_input_nodes] + list(gradient_ends))
+    saved_nodes = [node for node in read if node.op == "call_function" and _step(node) < cut]
+    reads = tuple(place for place, node in enumerate(inputs) if node in read)
 
-    def __init__(self, capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> None:
-        self._capture, self._joint, self._is_compiled = capture, joint, is_compiled
-        nodes = list(joint.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        originals = (node for node in capture.module.graph.nodes if node.op == "placeholder")
-        copy_of = dict(zip(originals, placeholders, strict=True))
-        self._inputs = [copy_of[node] for node in capture.inputs]
-        self._tangents = {place: copy_of[node] for place, node in enumerate(capture.tangents) if node is not None}
-        (output,) = (node for node in nodes if node.op == "output")
-        ends: list[fx.Node] = list(output.args[0])
-        count = len(capture.results) + len(capture.updates)
-        self._early_ends, self._gradients = ends[:count], ends[count:]
-        self._late = [node for node in nodes if node.op == "call_function" and _step(node) >= cut]
-        self._early = [node for node in nodes if node.op == "call_function" and _step(node) < cut]
-        late = set(self._late)
-        read = [source for node in self._late for source in node.all_input_nodes] + self._gradients
-        outside = late.union(self._tangents.values())
-        self._saved = [n for n in dict.fromkeys(read) if n not in outside and n.op == "call_function"]
-        self._reads = [place for place, node in enumerate(self._inputs) if node in set(read)]
-
-    def program(self) -> Program:
-        capture = self._capture
-        forward = self._compiled(self._inputs, self._early, [*self._early_ends, *self._saved], is_backward=False)
-        inputs_read = [self._inputs[place] for place in self._reads]
-        tangents = list(self._tangents.values())
-        backward = self._compiled(
-            [*inputs_read, *self._saved, *tangents], self._late, self._gradients, is_backward=True
-        )
-        count, results = len(self._early_ends), len(capture.results)
-        targets = [place for place, _ in capture.updates]
-        places = tuple(place for place, node in enumerate(capture.gradients) if node is not None)
-        reads, tangent_places = tuple(self._reads), tuple(self._tangents)
-        kept = {memory for node in self._saved for memory in memories_of(node)}
-        shared = [
-            place for place, node in enumerate(self._early_ends[:results]) if not kept.isdisjoint(memories_of(node))
-        ]
-
-        def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
-            found = forward(list(inputs))
-            updates = [(inputs[place], new) for place, new in zip(targets, found[results:count], strict=True)]
-            # new tensor objects: what is saved must not be what is returned, or the two would hold each other
-            return [result.detach() for result in found[:results]], updates, list(found[count:])
-
-        def run_backward(
-            inputs: Sequence[Tensor | None],
-            saved: list[Any],
-            tangents: Sequence[Tensor | None],
-            gradients: list[Tensor | None],
-        ) -> Iterator[None]:
-            arguments = [*(inputs[place] for place in reads), *saved, *(tangents[place] for place in tangent_places)]
-            saved.clear()
-            for place, gradient in zip(places, backward(arguments), strict=True):
-                gradients[place] = gradient
-            yield
-
-        source = str(self._joint.graph)
-        return Program(
-            run_forward, run_backward, (Part(places, frozenset(reads)),), tuple(shared), (), source, has_layouts=True
-        )
-
-    def _compiled(
-        self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], ends: Sequence[fx.Node], *, is_backward: bool
+    def half(
+        inputs: Sequence[fx.Node], body: Sequence[fx.Node], ends: Sequence[fx.Node], *, is_backward: bool
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        graph = fx.Graph(self._joint)
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in inputs:
-            copies[node] = graph.placeholder(node.name)
-            copies[node].meta = dict(node.meta)
-
-        def copied(node: fx.Node) -> fx.Node:
-            if node not in copies and node.op == "get_attr":
-                copies[node] = graph.node_copy(node)
-            return copies[node]
-
-        for node in body:
-            sources = {source: copied(source) for source in node.all_input_nodes}
-            copies[node] = graph.node_copy(node, sources.__getitem__)
-        output = graph.output(tuple(copied(node) for node in ends))
-        output.meta["user_visible_output_idxs"] = list(range(len(ends)))
-        graph.eliminate_dead_code()
-        module = fx.GraphModule(self._joint, graph)
-        if not self._is_compiled:
+        module = _part(joint, inputs, body, ends)
+        if not is_compiled:
             return fx.Interpreter(module).boxed_run
-        examples = [node.meta["val"] for node in inputs]
-        windows = [(node.name, node.meta.get("window")) for node in graph.nodes]
+        windows = [(node.name, node.meta.get("window")) for node in module.graph.nodes]
         key = hashlib.sha256(repr(windows).encode()).hexdigest()
-        reads_codes = is_backward and bool(self._capture.coding.coded)
+        reads_codes = is_backward and bool(capture.coding.coded)
+        examples = [node.meta["val"] for node in inputs]
         return compile_by_inductor(module, examples, key, is_backward=is_backward, reads_codes=reads_codes)
+
+    forward = half(inputs, early, [*early_ends, *saved_nodes], is_backward=False)
+    taken = [*(inputs[place] for place in reads), *saved_nodes, *tangents.values()]
+    backward = half(taken, late, gradient_ends, is_backward=True)
+    targets = [place for place, _ in capture.updates]
+    places = tuple(place for place, node in enumerate(capture.gradients) if node is not None)
+    kept = {memory for node in saved_nodes for memory in memories_of(node)}
+    shared = [place for place, node in enumerate(early_ends[:results]) if not kept.isdisjoint(memories_of(node))]
+
+    def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
+        found = forward(list(inputs))
+        updates = [(inputs[place], new) for place, new in zip(targets, found[results:count], strict=True)]
+        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+        return [result.detach() for result in found[:results]], updates, list(found[count:])
+
+    def run_backward(
+        inputs: Sequence[Tensor | None],
+        saved: list[Any],
+        tangents: Sequence[Tensor | None],
+        gradients: list[Tensor | None],
+    ) -> Iterator[None]:
+        arguments = [*(inputs[place] for place in reads), *saved, *(tangents[place] for place in tangent_places)]
+        saved.clear()
+        for place, gradient in zip(places, backward(arguments), strict=True):
+            gradients[place] = gradient
+        yield
+
+    parts, tangent_places = (Part(places, frozenset(reads)),), tuple(tangents)
+    return Program(run_forward, run_backward, parts, tuple(shared), (), has_layouts=True)
+
+
+def _part(
+    joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], ends: Sequence[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph(joint)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in body:
+        sources = {source: copied(source) for source in node.all_input_nodes}
+        copies[node] = graph.node_copy(node, sources.__getitem__)
+    output = graph.output(tuple(copied(node) for node in ends))
+    output.meta["user_visible_output_idxs"] = list(range(len(ends)))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(joint, graph)

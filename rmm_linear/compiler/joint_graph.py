@@ -3,9 +3,6 @@
 An op is a node that fills new memory; views and `getitem` are none. Which storages an op reads and writes follows from
 the storages of the fake tensors of the trace, and so do their bytes. Parameters, buffers and all other arguments are
 inputs, and lie outside of the budget.
-
-If the traced graph returns a scalar that depends on parameters, it is taken for the loss, and no other result has a
-gradient in the plan; `loss_alone=False` lets every result have one.
 """
 
 import hashlib
@@ -123,19 +120,10 @@ def read_joint_graph(
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
     No argument is written into. On a CPU each op runs on random numbers once for each kind of its arguments, which
-    tells what its kernel takes for itself.
-
-    Args:
-        module: The graph, without activation checkpoints (`inline_checkpoints`).
-        arguments: Its arguments; tensors on the meta device are taken for tensors on the CPU.
-        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
-        gradients: "kept" if each parameter's stays in memory as its `.grad`; "freed" if it goes as soon as it is there,
-            for it is added to one that was there before, or an optimizer takes it in the backward pass.
-        loss_alone: Whether a scalar among the results is the only one that is differentiated.
-        for_inductor: Whether Inductor will compile the ops. Then random ops draw by seeds, and no op that draws runs
-            twice; and ops are those that Inductor fuses others into.
-        bits: Bits of the codes that the backward pass reads in the place of tensors.
-        sketch: The share of rows of the sketches that weight gradients are estimated from; None for exact ones.
+    tells what its kernel takes for itself. Checkpoints of the graph are inlined (`inline_checkpoints`), and arguments
+    on the meta device are taken for tensors on the CPU. Options are those of `rmm_linear.compiler.backend.Options`. If
+    Inductor will compile the ops, random ops draw by seeds, and no op that draws runs twice; and ops are those that
+    Inductor fuses others into.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.
@@ -160,18 +148,10 @@ def read_joint_graph(
 
     def read(bits: Bits, sketch: float | None) -> Capture:
         reading = _Reading(
-            traced.copy(),
-            parameters,
-            costs,
-            for_inductor=for_inductor,
-            frees_gradients=gradients == "freed",
-            has_same_backward=has_same_backward,
-            rewritten=read,
-            bits=bits,
-            sketch=sketch,
+            traced.copy(), parameters, costs, for_inductor=for_inductor, frees_gradients=gradients == "freed"
         )
         try:
-            return reading.capture()
+            return reading.capture(bits, sketch, has_same_backward=has_same_backward, rewritten=read)
         except ValueError:
             raise
         except Exception as error:
@@ -192,10 +172,6 @@ class _Reading:
     costs: str
     for_inductor: bool
     frees_gradients: bool
-    has_same_backward: Callable[[Autocast], bool]
-    rewritten: Callable[[Bits, float | None], Capture]
-    bits: Bits
-    sketch: float | None
 
     def __post_init__(self) -> None:
         self._joint = self.traced.joint
@@ -206,7 +182,7 @@ class _Reading:
         # nodes that are computed in the loop of another node
         self._loop_of: dict[fx.Node, fx.Node] = {}
 
-    def capture(self) -> Capture:
+    def capture(self, bits: Bits, sketch: float | None, **functions: Any) -> Capture:
         placeholders = {node.meta["desc"]: node for node in self._joint.graph.nodes if node.op == "placeholder"}
         count = sum(isinstance(key, PlainAOTInput) for key in placeholders)
         inputs = tuple(placeholders[PlainAOTInput(place)] for place in range(count))
@@ -219,25 +195,23 @@ class _Reading:
         self._refuse_sparse()
         coding = Coding()
         parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
-        if self.bits != _EXACT:
+        if bits != _EXACT:
             cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
-        if self.bits != _EXACT or self.sketch is not None:
-            coding = code_step(
-                self._joint, list(tangents.values()), self.traced.blocks, self.bits, parameters, self.sketch
-            )
+        if bits != _EXACT or sketch is not None:
+            coding = code_step(self._joint, list(tangents.values()), self.traced.blocks, bits, parameters, sketch)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
+        self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
-        self._make_dense(output, inputs, count)
-        ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
         differentiable = self.traced.differentiable
         if not any(differentiable):
             raise NothingToTrainError
         results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
         gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
-        place_of: dict[Any, int] = {PlainAOTInput(place): place for place in range(count)}
         updates = tuple(
-            (place_of[key.mutated_input], node) for key, node in ends.items() if isinstance(key, InputMutationAOTOutput)
+            (inputs.index(placeholders[key.mutated_input]), node)
+            for key, node in ends.items()
+            if isinstance(key, InputMutationAOTOutput)
         )
         self._refuse_trained([place for place, _ in updates])
         if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
@@ -270,9 +244,8 @@ class _Reading:
             names=self.traced.names,
             returned=self.traced.returned,
             module=self._joint,
-            has_same_backward=self.has_same_backward,
             coding=coding,
-            rewritten=self.rewritten,
+            **functions,
         )
 
     def _refuse_sparse(self) -> None:
@@ -301,9 +274,8 @@ class _Reading:
                 " `torch.embedding_renorm_(embedding.weight, ids, max_norm, norm_type)`"
             )
 
-    def _make_dense(self, output: fx.Node, inputs: Sequence[fx.Node], count: int) -> None:
+    def _make_dense(self, output: fx.Node, own: Mapping[Any, fx.Node]) -> None:
         """Copy gradients that autograd would copy: in another layout, or not one parameter's alone. Copies count."""
-        own: dict[Any, fx.Node] = {PlainAOTInput(place): inputs[place] for place in range(count)}
         returned = list(output.args[0])  # type: ignore[arg-type]
         is_gradient = [isinstance(key, GradAOTOutput) for key in output.meta["desc"]]
         takers = Counter(node for node, is_one in zip(returned, is_gradient, strict=True) if is_one)
@@ -343,7 +315,6 @@ class _Reading:
         ops: list[Op] = []
         loops: list[list[fx.Node]] = []
         inlined: dict[fx.Node, list[fx.Node]] = {}
-        depends_on_tangents: set[fx.Node] = set()
         is_backward = False
         for node in self._joint.graph.nodes:
             if node.op == "output":
@@ -358,14 +329,9 @@ class _Reading:
                 node.meta.setdefault("val", constant)
             if node.op in ("placeholder", "get_attr"):
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
-                is_tangent = node.op == "placeholder" and isinstance(node.meta["desc"], TangentAOTInput)
-                depends_on_tangents.update([node] if is_tangent else [])
                 continue
-            if any(source in depends_on_tangents for source in node.all_input_nodes):
-                depends_on_tangents.add(node)
-                is_backward = True
-            # what reads a code may come before the first op of a gradient
-            is_backward = is_backward or "is_backward" in node.meta
+            # the backward part begins with the first op of a gradient, or before it, with what reads a code
+            is_backward = is_backward or "is_backward" in node.meta or any(map(_is_tangent, node.all_input_nodes))
             if node.target is operator.getitem:
                 continue
             if node in self._loop_of:
@@ -489,6 +455,10 @@ class _Reading:
             block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:

@@ -16,11 +16,8 @@ class PartialCoding:
     Codes are priced by captures that have one code of each kind: so much more than the exact step it costs, for each
     byte of its tensor. Together they cost as much as the step with codes of all tensors costs more, or less.
 
-    Args:
-        exact: The step.
-        coded: The step with codes of all tensors.
-        bits: Their bits.
-        costs: What the step costs with the code of one tensor alone, by its name and bits; new ones are added.
+    `coded` is the step with codes of all tensors. `costs` has what the step costs with the code of one tensor alone, by
+    its name and bits; new ones are added.
 
     Raises:
         ImportError: If scipy, which solves the linear program, is not installed.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
-from rmm_linear.compiler.exact_program import Program, after_tangents, hidden_random_state, set_random_state
+from rmm_linear.compiler.exact_program import Program, hidden_random_state, set_random_state, sources_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.tracing import Returned
@@ -36,35 +36,32 @@ _READ_MEMORY = (
 
 
 class Runner:
-    """A captured step with a schedule, to be called with tensors.
+    """A captured step with the program of a schedule, to be called with tensors.
 
-    Args:
-        capture: The captured step.
-        program: What runs it: a schedule's program.
-        again: Runs the forward pass again, by a plan that takes gradients of all results, if a gradient arrives at a
-            result that this plan takes none for.
-        on_other_gradient: Called then: later steps need such a plan as well.
+    If a gradient arrives at a result that the plan takes none for, `again` runs the forward pass again, by a plan that
+    takes gradients of all results, and `on_other_gradient` is called: later steps need such a plan as well.
     """
 
     def __init__(
         self,
         capture: Capture,
         program: Program,
-        again: Callable[..., Any] | None = None,
-        on_other_gradient: Callable[[], None] = lambda: None,
+        again: Callable[..., Any],
+        on_other_gradient: Callable[[], None],
     ) -> None:
-        self.capture, self.again, self.on_other_gradient = capture, again, on_other_gradient
-        self.program = program
+        self.capture, self.program, self.again, self.on_other_gradient = capture, program, again, on_other_gradient
         self._last_pass: weakref.ref[_Pass] | None = None
         self.updated = frozenset(place for place, _ in capture.updates)
         self.only_updated = _only_updated(capture)
         # for each input's gradient, the results whose gradients it follows from
-        self.sources = _sources(capture)
+        sources = sources_of(capture)
+        self.sources = [set() if node is None else sources[node] for node in capture.gradients]
         self.device_types = {tensor.device.type for node in capture.inputs for tensor in tensors_of(node)}
         # all parts run where the results are: the engine finishes a gradient there before it goes on
         self.device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
         # whether the backward part reads memory as it lay at the capture
-        self._reads_memory = program.has_layouts or any(node.target in _READ_MEMORY for node in after_tangents(capture))
+        after_tangents = (node for node, places in sources.items() if places)
+        self._reads_memory = program.has_layouts or any(node.target in _READ_MEMORY for node in after_tangents)
         random = (node for op, node in zip(capture.graph.ops, capture.nodes, strict=True) if op.is_random)
         self.random_devices = {tensor.device for node in random for tensor in tensors_of(node)}
         # states of autocast around the backward pass, and whether it computes the same then
@@ -119,13 +116,11 @@ class Runner:
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
         run = _Pass(self, arguments)
         self._last_pass = weakref.ref(run)
-        following: Tensor | None = None
+        results: Sequence[Any] = [None]
         # the engine prefers nodes that were made later: from the last part to the first
-        for number in range(len(self.program.parts) - 1, 0, -1):
+        for number in range(len(self.program.parts) - 1, -1, -1):
             own = (inputs[place] for place in self.program.parts[number].gradients)
-            following = _LaterPart.apply(run, number, inputs, following, *own)
-        own = (inputs[place] for place in self.program.parts[0].gradients)
-        results = _Run.apply(run, inputs, following, *own)
+            results = _Node.apply(run, number, inputs, results[0], *own)
         return [_value(leaf, inputs, results) for leaf in self.capture.returned]
 
 
@@ -136,11 +131,10 @@ def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) 
     if not leaf.kind.startswith("view"):
         return base
     size, stride, offset, is_differentiated = leaf.value
-    order = _order(size, stride)
     if offset == 0 and sorted(zip(size, stride, strict=True)) == sorted(zip(base.shape, base.stride(), strict=True)):
         # its gradient then comes in the layout in which it would come from a transposed tensor
-        places = dict(zip(_order(base.shape, base.stride()), order, strict=True))
-        view = base.permute([source for source, _ in sorted(places.items(), key=lambda pair: pair[1])])
+        pairs = sorted(zip(_order(size, stride), _order(base.shape, base.stride()), strict=True))
+        view = base.permute([source for _, source in pairs])
     else:
         view = base.as_strided(size, stride, base.storage_offset() + offset)
     return view if is_differentiated else view.detach()
@@ -149,16 +143,6 @@ def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) 
 def _order(size: Sequence[int], stride: Sequence[int]) -> list[int]:
     """Dimensions from the one whose elements lie farthest apart to the one whose elements lie nearest."""
     return sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
-
-
-def _sources(capture: Capture) -> list[set[int]]:
-    places = {node: place for place, node in enumerate(capture.tangents) if node is not None}
-    found: dict[fx.Node, set[int]] = {}
-    for node in capture.module.graph.nodes:
-        found[node] = set().union(*(found[source] for source in node.all_input_nodes))
-        if node in places:
-            found[node].add(places[node])
-    return [set() if node is None else found[node] for node in capture.gradients]
 
 
 def _only_updated(capture: Capture) -> frozenset[int]:
@@ -189,8 +173,7 @@ class _Pass:
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self.runner = runner
-        takes_loss_alone = runner.again is not None and runner.capture.takes_loss_alone
-        self._again = _Again(runner, arguments) if takes_loss_alone else None
+        self._again = _Again(runner, arguments) if runner.capture.takes_loss_alone else None
         self.saved: list[Any] | None = None
         count = len(runner.capture.inputs)
         self._inputs: list[Tensor | None] = [None] * count
@@ -339,7 +322,7 @@ class _Again:
             for device, state in self._states.items():
                 set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
-                values = runner.again(*fresh)  # type: ignore[misc]
+                values = runner.again(*fresh)
             drawn = self.present_states()
         finally:
             for device, now in present.items():
@@ -377,38 +360,28 @@ def _fresh(tensor: Tensor) -> Tensor:
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
-class _Run(torch.autograd.Function):
-    """The forward part, and the first part of the backward part."""
+class _Node(torch.autograd.Function):
+    """A part of the backward part; with the first one goes the forward part.
 
-    @staticmethod
-    def forward(
-        ctx: Any, run: _Pass, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
-    ) -> tuple[Tensor, ...]:
-        results = run.forward(inputs)
-        run.keep(ctx, 0, inputs)
-        # what needs no gradient in the plain step, and its numbers of other kinds, need none here
-        needed = zip(results, run.runner.capture.has_gradient, strict=True)
-        ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.run.begin(tangents)
-        return (None, None, None, *ctx.run.gradients_of(ctx))
-
-
-class _LaterPart(torch.autograd.Function):
-    """A later part of the backward part. What it returns has no contents: the part before it leads here by it."""
+    The result of a later one has no contents: the part before it leads here by it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, run: _Pass, number: int, inputs: Sequence[Tensor], following: Tensor | None, *own: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
+        results = [torch.empty(0, device=run.runner.device)] if number else run.forward(inputs)
         run.keep(ctx, number, inputs)
-        return torch.empty(0, device=run.runner.device)
+        if not number:
+            # what needs no gradient in the plain step, and its numbers of other kinds, need none here
+            needed = zip(results, run.runner.capture.has_gradient, strict=True)
+            ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.number:
+            ctx.run.begin(tangents)
         return (None, None, None, None, *ctx.run.gradients_of(ctx))
 
 

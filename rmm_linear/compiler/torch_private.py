@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,8 @@ def frame_of(module: fx.GraphModule) -> Any:
 
 def is_transformed(tensors: Any) -> bool:
     """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if forward_ad._current_level < 0:
-        return False
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and any(is_dual))
 
 
 def is_transforming() -> bool:
@@ -234,7 +231,7 @@ def _cast_once(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def fake_mode_of(values: Sequence[Any]) -> Any:
+def fake_mode_of(values: Iterable[Any]) -> Any:
     """Return the mode that fake tensors belong to; one at least is among the values."""
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 

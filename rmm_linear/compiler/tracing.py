@@ -38,12 +38,10 @@ from rmm_linear.errors import CaptureError
 
 # What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
-_HINTS = {
-    "grouped_mm": (
-        "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
-        ' (transformers: `model.set_experts_implementation("batched_mm")`)'
-    ),
-}
+_GROUPED_MM = (
+    "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
+    ' (transformers: `model.set_experts_implementation("batched_mm")`)'
+)
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
@@ -69,11 +67,9 @@ class Traced:
 
     Attributes:
         joint: Forward and backward pass; "desc" in the meta of placeholders and outputs says what each is.
-        inputs: The fake inputs, one for each argument that is a tensor.
-        returned: What the graph returns, in order.
+        inputs: The fake inputs, one for each argument that is a tensor, with a name as "encoder.0.weight" for each.
         differentiable: For each result, whether its gradient is an input of the joint graph.
         has_gradient: For each result, whether it requires a gradient.
-        names: A name for each input, for people: "encoder.0.weight".
         blocks: The module that each node of the joint graph belongs to.
         has_contents: Whether the arguments are real tensors, of a size that this machine has room for.
     """
@@ -107,21 +103,15 @@ def trace(
 ) -> Traced:
     """Trace a graph of Dynamo, with its forward pass under autocast as it is now.
 
-    Args:
-        module: The graph, without activation checkpoints (`inline_checkpoints`).
-        arguments: Its arguments: tensors, which may be fake, and numbers.
-        loss_alone: Whether a scalar among the results is the only one whose gradient the backward pass takes.
-        backward_autocast: The state of autocast around the backward pass.
-        draws_by_seeds: Whether random ops are traced as ops that draw by seeds, as Inductor draws.
+    Its checkpoints are inlined (`inline_checkpoints`), and its arguments are tensors, which may be fake, and numbers.
+    With `draws_by_seeds`, random ops are traced as ops that draw by seeds, as Inductor draws.
 
     Raises:
         CaptureError: If it can't be traced; the error names the line, and what can be done.
     """
-    mode = _FakeMode()
-    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
-    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=loss_alone)
+    function = _Function(module, arguments, loss_alone=loss_alone)
     try:
-        joint = _joint_graph(function, inputs, backward_autocast, draws_by_seeds=draws_by_seeds)
+        joint = _joint_graph(function, backward_autocast, draws_by_seeds=draws_by_seeds)
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
@@ -129,7 +119,7 @@ def trace(
     tensors = [node for node, argument in zip(placeholders, arguments, strict=True) if isinstance(argument, Tensor)]
     return Traced(
         joint,
-        inputs,
+        function.inputs,
         function.returned,
         function.differentiable,
         function.has_gradient,
@@ -164,18 +154,16 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
-    mode = _FakeMode()
-    inputs = tuple(_fake(argument, mode) for argument in arguments if isinstance(argument, Tensor))
-    function = _Function(_on_cpu(module, arguments), arguments, inputs, loss_alone=True)
+    function = _Function(module, arguments, loss_alone=True)
     function.interpreter = _Checkpointing
 
     def run() -> list[Tensor]:
-        results = function(*inputs)
+        results = function(*function.inputs)
         return [result for result, is_one in zip(results, function.differentiable, strict=True) if is_one]
 
     try:
-        with compile_lock(), torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), mode:
-            return eager_peak(run, inputs)
+        with compile_lock(), torch.enable_grad(), _as_eager_runs_it(), torch.random.fork_rng(devices=[]), function.mode:
+            return eager_peak(run, function.inputs)
     except Exception:
         # a number for people, which no plan needs
         return None
@@ -201,15 +189,15 @@ class _Function(nn.Module):
 
     interpreter: type[fx.Interpreter] = fx.Interpreter
 
-    def __init__(
-        self, module: fx.GraphModule, arguments: Sequence[Any], inputs: Sequence[Tensor], *, loss_alone: bool
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, arguments: Sequence[Any], *, loss_alone: bool) -> None:
         super().__init__()
+        self.mode = _FakeMode()
+        self.inputs = tuple(_fake(argument, self.mode) for argument in arguments if isinstance(argument, Tensor))
         # in a tuple: its tensors are constants of the trace, and not this module's own
-        self._hidden = (module,)
+        self._hidden = (_on_cpu(module, arguments),)
         self._arguments = [None if isinstance(argument, Tensor) else argument for argument in arguments]
         self._places = [place for place, argument in enumerate(arguments) if isinstance(argument, Tensor)]
-        self._are_leaves = [tensor.is_leaf for tensor in inputs]
+        self._are_leaves = [tensor.is_leaf for tensor in self.inputs]
         self._loss_alone = loss_alone
         self._has_cast_cache = torch.is_autocast_cache_enabled()
         self.returned: tuple[Returned, ...] = ()
@@ -233,7 +221,6 @@ class _Function(nn.Module):
         returned: list[Returned] = []
         results: list[Tensor] = []
         differentiable, has_gradient = [], []
-        views: dict[int, tuple[int, Any]] = {}
         for value, is_scalar in zip(values, is_loss, strict=True):
             if not isinstance(value, Tensor):
                 returned.append(Returned("constant", value=value))
@@ -246,8 +233,7 @@ class _Function(nn.Module):
                     found[id(value)] = Returned("view of input", owned, _layout(value, tensors[owned]))
                 elif whole is not None and whole is not value and _is_view(value, whole):
                     # the place of the whole may not be known yet
-                    views[id(value)] = id(whole), _layout(value, whole)
-                    found[id(value)] = Returned("view of result", id(value))
+                    found[id(value)] = Returned("view of result", id(whole), _layout(value, whole))
                 else:
                     found[id(value)] = Returned("result", len(results))
                     is_one = value.requires_grad and (is_scalar or not (self._loss_alone and any(is_loss)))
@@ -259,10 +245,7 @@ class _Function(nn.Module):
                     results.append(result if is_one else result.detach())
             returned.append(found[id(value)])
         self.returned = tuple(
-            Returned(leaf.kind, found[views[leaf.index][0]].index, views[leaf.index][1])
-            if leaf.kind == "view of result"
-            else leaf
-            for leaf in returned
+            replace(leaf, index=found[leaf.index].index) if leaf.kind == "view of result" else leaf for leaf in returned
         )
         self.differentiable, self.has_gradient = tuple(differentiable), tuple(has_gradient)
         return tuple(results)
@@ -321,13 +304,7 @@ def _as_eager_runs_it() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
-def _joint_graph(
-    function: _Function,
-    inputs: tuple[Tensor, ...],
-    backward_autocast: Autocast,
-    *,
-    draws_by_seeds: bool,
-) -> fx.GraphModule:
+def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_seeds: bool) -> fx.GraphModule:
     states = [{"device_type": kind, "dtype": dtype} for kind, dtype in backward_autocast]
     with contextlib.ExitStack() as stack:
         stack.enter_context(compile_lock())
@@ -338,7 +315,7 @@ def _joint_graph(
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
         table = random_decompositions() if draws_by_seeds else None
-        joint = aot_export_joint_with_descriptors(stack, function, inputs, decompositions=table).graph_module
+        joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
     if draws_by_seeds:
         draw_by_seeds(joint)
     if share_sketches(joint, keeps_draws=not draws_by_seeds):
@@ -422,4 +399,4 @@ def _explained(error: Exception) -> CaptureError:
 
 def hint_for(told: str, otherwise: str) -> str:
     """Say what to do about the text of an error, or something else if it is no known one."""
-    return next((hint for part, hint in _HINTS.items() if part in told), otherwise)
+    return _GROUPED_MM if "grouped_mm" in told else otherwise

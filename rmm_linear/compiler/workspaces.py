@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import fx
 
-from rmm_linear.compiler.costs import described, with_contents
+from rmm_linear.compiler.costs import described, tensors_in, with_contents
 from rmm_linear.compiler.torch_private import is_profiled
 
 # Ops of other namespaces may wait for other processes.
@@ -43,9 +42,7 @@ def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
 
 
 def _key(op: Any, args: Any, kwargs: Any) -> str:
-    leaves = pytree.tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    is_safe = all(tensor.device.type == "cpu" and tensor.dtype != torch.uint8 for tensor in tensors)
+    is_safe = all(tensor.device.type == "cpu" and tensor.dtype != torch.uint8 for tensor in tensors_in((args, kwargs)))
     if not is_safe or getattr(op, "namespace", "") not in _NAMESPACES or any(part in str(op) for part in _OPAQUE):
         return ""
     return f"{op} {described((args, kwargs))} {torch.get_num_threads()}"
@@ -74,7 +71,7 @@ def _measured(nodes: Sequence[fx.Node]) -> list[int]:
                 made = ()
                 with torch.profiler.record_function(f"{_MARK}{number}"):
                     made = node.target(*args, **kwargs)  # type: ignore[operator]
-            tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+            tensors = tensors_in(made)
             results.append(sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values()))
             del made, tensors, args, kwargs
     peaks = [0] * len(nodes)

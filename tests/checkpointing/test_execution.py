@@ -220,6 +220,11 @@ def test_bits_and_bytes_are_as_promised(case):
     assert min(peaks) < simulate(graph, Schedule.plain(graph)).peak_bytes
 
 
+def runner_of(captured, schedule):
+    """A step whose gradients arrive at its loss alone."""
+    return Runner(captured, program_of(captured, schedule), again=pytest.fail, on_other_gradient=pytest.fail)
+
+
 def inputs_of(captured, model, x):
     """The arguments of a captured graph, by their names."""
     tensors = {**dict(model.named_parameters()), "[0]": x}
@@ -250,7 +255,7 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, ch
     # an order alone lowers no chain's peak
     assert len(frontier) > (strategy != "steiner2022_olla")
     for proposal in frontier:
-        runner = Runner(captured, program_of(captured, Schedule.from_order(captured.graph, proposal.order)))
+        runner = runner_of(captured, Schedule.from_order(captured.graph, proposal.order))
         model.zero_grad()
         torch.manual_seed(1)
         with MeasuredPeak() as measured:
@@ -379,7 +384,7 @@ def test_views_are_made_once_a_pass_and_go_with_their_storages():
     reference(x).backward()
     for order in (range(len(captured.graph.ops)), order_of_segments(captured.graph, segments)):
         schedule = Schedule.from_order(captured.graph, order)
-        runner, calls = Runner(captured, program_of(captured, schedule)), Counter()
+        runner, calls = runner_of(captured, schedule), Counter()
         for name, value in list(runner.program.forward.__globals__.items()):
             if isinstance(value, torch._ops.OpOverload):
                 runner.program.forward.__globals__[name] = counting(value, calls)

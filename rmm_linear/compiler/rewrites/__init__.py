@@ -21,7 +21,7 @@ from rmm_linear.compiler.rewrites import attention
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Rewrite
 from rmm_linear.compiler.rewrites.sketches import Sketch, sketches
 from rmm_linear.compiler.rewrites.step import Step, size_bytes
 from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, FreedMemory, SketchedTensor
@@ -87,7 +87,7 @@ def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:
     editor = Editor(step)
     first = next(node for node in graph.nodes if node.op == "call_function")
     count = len(chosen.rewrites) + len(sketched)
-    keys = iter(editor.insert(_keys, step.input, before=first, block_of=first, count=count))
+    keys = iter(editor.insert(_keys, step.input, before=first, is_backward=False, count=count))
     replacing: dict[fx.Node, Rewrite] = {}
     for rewrite, key in zip(chosen.rewrites, keys, strict=False):
         rewrite.code.key = key

@@ -28,8 +28,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
 
 aten = torch.ops.aten
@@ -62,26 +61,12 @@ class Place(NamedTuple):
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
-    Attributes:
-        ops: The ops, in order, with their arguments; the last one computes the result. Those of the graph may change.
-        text: The same, as text.
-        has_gradient: Whether it is of a gradient too.
+    The last of the ops computes the result. `text` says the same, for the ops of the graph may change.
     """
 
     ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
     text: str
     has_gradient: bool
-
-    @classmethod
-    def of(cls, u: fx.Node, gradient: fx.Node | None, nodes: Sequence[fx.Node]) -> "Function":
-        """Read a function from the nodes that compute it; casts between floats are left out."""
-        places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
-        ops = []
-        for number, node in enumerate(nodes):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
-            ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
-            places[node] = Place(str(number))
-        return cls(tuple(ops), repr(ops), gradient is not None)
 
     def __call__(self, u: Tensor, gradient: Tensor | None = None) -> Tensor:
         made: dict[str, Any] = {"u": u, "gradient": gradient}
@@ -110,10 +95,7 @@ class Limits(NamedTuple):
 class Region:
     """Backward ops that compute a gradient times functions of u.
 
-    Attributes:
-        reads: What they read of u and of functions of it.
-        gradient: The gradient that arrives.
-        functions: The functions that other ops read, with the nodes that compute them.
+    They read u and functions of it, and the gradient that arrives; other ops read `functions`, each with its node.
     """
 
     reads: list[Read]
@@ -127,22 +109,16 @@ class Activation(Rewrite):
 
     Attributes:
         regions: What the backward pass computes of them.
-        outputs: Nodes that are functions of the tensor alone, with the slopes of their excesses.
-        slopes: The same of the regions' functions.
-        terms: How many terms of the series are taken.
+        outputs: Nodes that are functions of the tensor alone.
+        way: How many terms of the series are taken, and where the tensor is cut.
     """
 
     regions: list[Region] = field(kw_only=True)
-    outputs: list[tuple[fx.Node, Function, float]] = field(kw_only=True)
-    slopes: dict[Function, float] = field(kw_only=True)
-    terms: int = field(kw_only=True)
+    outputs: list[tuple[fx.Node, Function]] = field(kw_only=True)
+    way: tuple[int, float] = field(kw_only=True)
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        found = {}
-        for node, function, slope in self.outputs:
-            read = functools.partial(self._read, result=node, function=function, slope=slope)
-            found[node] = Provided(frozenset([self.code]), read)
-        return found
+    def provided(self) -> dict[fx.Node, Reading]:
+        return {node: functools.partial(self._read, result=node, function=function) for node, function in self.outputs}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two readers are of one region, which reads the code once."""
@@ -154,15 +130,14 @@ class Activation(Rewrite):
             if reader is region.reads[0].reader:
                 gradient = editor.now(region.gradient)
                 for node, function in region.functions:
-                    slope = self.slopes[function]
-                    new = self._read(editor, node, gradient, result=node, function=function, slope=slope)
-                    editor.replace(node, new)
+                    editor.replace(node, self._read(editor, node, gradient, result=node, function=function))
 
     def _read(
-        self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function, slope: float
+        self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function
     ) -> fx.Node:
-        where: Any = {"before": before, "block_of": result, "is_backward": True}
-        how = {**self.code.how, "cube": self.code.cube, "terms": self.terms, "dtype": result.meta["val"].dtype}
+        where: Any = {"before": before, "block_of": result}
+        how = {**self.code.how, "cube": self.code.cube, "terms": self.way[0], "dtype": result.meta["val"].dtype}
+        slope = _limits(function, self.code.bits, *self.way).slope
         return editor.insert(_read, *self.code.sources, *gradient, function=function, slope=slope, **how, **where)
 
 
@@ -203,18 +178,16 @@ def _activation(step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape
     way, bias = next(((way, bias) for way, bias in ways if bias <= _MOST_BIASED), (None, math.inf))
     if way is None:
         return None
-    terms, tail = way
     outputs = []
     for node in members:
         function = _function(u, None, node, {u, *members})
-        found = _limits(function, bits, *way)
-        if step.is_float(node) and found.bias <= _MOST_BIASED:
-            outputs.append((node, function, found.slope))
-            bias = max(bias, found.bias)
-    slopes = {function: _limits(function, bits, *way).slope for function in needed}
+        of_output = _limits(function, bits, *way).bias
+        if step.is_float(node) and of_output <= _MOST_BIASED:
+            outputs.append((node, function))
+            bias = max(bias, of_output)
     serves = [read for region in regions for read in region.reads]
-    code = Code(u, "activation", bits, shape, tail, _CUBE[bits])
-    return Activation(code, serves, bias, regions=regions, outputs=outputs, slopes=slopes, terms=terms)
+    code = Code(u, "activation", bits, shape, way[1], _CUBE[bits])
+    return Activation(code, serves, bias, regions=regions, outputs=outputs, way=way)
 
 
 def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -246,9 +219,10 @@ def _is_alias(node: fx.Node) -> bool:
 def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]:
     sources = {u, *members}
     # a member's reader may itself be read by ops that read no member
-    regions: list[tuple[fx.Node, list[fx.Node]]] = []
+    regions: dict[fx.Node, list[fx.Node]] = {}
+    # for each node of a region, the gradient that arrives there
+    inside: dict[fx.Node, fx.Node] = {}
     first = min((step.number[read.reader] for read in step.reads if read.source in sources), default=0)
-    inside: dict[fx.Node, int] = {}
     for node in list(step.number)[first:]:
         if node not in step.gradients or not _is_elementwise(node):
             continue
@@ -256,24 +230,17 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
         others = set(node.all_input_nodes) - gradients
         if not others <= sources or any(shape_of(each) != shape_of(u) for each in (node, *gradients)):
             continue
-        places = {inside[each] for each in gradients if each in inside}
-        if len(places) == 1:
-            place = places.pop()
-            if all(each is regions[place][0] or inside.get(each) == place for each in gradients):
-                inside[node] = place
-                regions[place][1].append(node)
+        arriving = {inside[each] for each in gradients if each in inside}
+        if len(arriving) != 1 or not all({each, inside.get(each)} & arriving for each in gradients):
+            if not others or len(gradients) != 1:
                 continue
-        if not others or len(gradients) != 1:
-            continue
-        (gradient,) = gradients
-        place = next((i for i, region in enumerate(regions) if region[0] is gradient), len(regions))
-        if place == len(regions):
-            regions.append((gradient, []))
-        inside[node] = place
-        regions[place][1].append(node)
+            arriving = gradients
+        (gradient,) = arriving
+        inside[node] = gradient
+        regions.setdefault(gradient, []).append(node)
     found = []
-    for place, (gradient, nodes) in enumerate(regions):
-        exits = [node for node in nodes if any(inside.get(user) != place for user in node.users)]
+    for gradient, nodes in regions.items():
+        exits = [node for node in nodes if any(inside.get(user) is not gradient for user in node.users)]
         functions = [(node, _function(u, gradient, node, {*sources, *nodes})) for node in exits]
         reads = [Read(node, each) for node in nodes for each in node.all_input_nodes if each in sources]
         found.append(Region(reads, gradient, functions))
@@ -281,14 +248,20 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
 
 
 def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx.Node]) -> Function:
+    """Read a function from the nodes that compute it; casts between floats are left out."""
     found: set[fx.Node] = set()
     waiting = [end]
     while waiting:
         node = waiting.pop()
         found.add(node)
         waiting += [each for each in node.all_input_nodes if each in inside and each is not u and each not in found]
-    order = {node: number for number, node in enumerate(u.graph.nodes)}
-    return Function.of(u, gradient, sorted(found, key=order.__getitem__))
+    places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
+    ops = []
+    for number, node in enumerate(sorted(found)):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+        ops.append((None if _is_alias(node) else node.target, tuple(args), tuple(kwargs.items())))
+        places[node] = Place(str(number))
+    return Function(tuple(ops), repr(ops), gradient is not None)
 
 
 def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:

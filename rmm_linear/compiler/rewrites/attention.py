@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at
 
 aten = torch.ops.aten
@@ -40,9 +39,8 @@ class Softmax(Rewrite):
     """The probabilities of an attention that runs op by op."""
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
-        options = {"dtype": reader.meta["val"].dtype, **self.code.how}
-        editor.replace(reader, editor.insert(_softmax_backward, reader.args[0], *self.code.sources, **options, **where))
+        sources, options = (reader.args[0], *self.code.sources), {"dtype": reader.meta["val"].dtype, **self.code.how}
+        editor.replace(reader, editor.insert(_softmax_backward, *sources, before=reader, **options))
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
@@ -82,10 +80,9 @@ def is_result(read: Read) -> bool:
 
 def run_again(reader: fx.Node, editor: Editor) -> None:
     """Run the forward op of a fused backward op on what the backward op reads, for its output and normalisation."""
-    where: Any = {"before": reader, "block_of": reader, "is_backward": True}
     mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
     options: Any = {"dropout": reader.args[6], "is_causal": reader.args[7], "scale": reader.kwargs.get("scale")}
-    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, **options, **where)
+    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, before=reader, **options)
     reader.args = (*reader.args[:4], output, logsumexp, *reader.args[6:])
 
 

@@ -33,7 +33,7 @@ def cast_again(
         if node not in again:
             (source,) = node.all_input_nodes
             made = {source: made_again(source, before)}
-            again[node] = editor.copy(node, made, before=before, block_of=node, is_backward=True)
+            again[node] = editor.copy(node, made, before=before, block_of=node)
         return again[node]
 
     for reader, source in step.reads:

@@ -9,8 +9,7 @@ from torch import fx
 
 from rmm_linear.compiler.rewrites import activations, attention, norms, products, relu
 from rmm_linear.compiler.rewrites.coded import Code
-from rmm_linear.compiler.rewrites.readings import Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, size_bytes
 from rmm_linear.planning.coding import Bits
 
@@ -78,7 +77,7 @@ class Choice:
         is_free = self.readings.provided.keys().isdisjoint(provided)
         if is_wanted and is_free and self._refused.isdisjoint(rewrite.serves):
             self.rewrites.append(rewrite)
-            self.readings.provide(provided)
+            self.readings.provide(rewrite.code, provided)
             return True
         return False
 

@@ -1,5 +1,6 @@
 """Codes of nodes of a joint graph: made after the node in the forward pass, read before a node of the backward pass."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,7 @@ class Shape:
     """How a dense tensor is laid out in rows and columns, as its memory is.
 
     Attributes:
-        order: Its dimensions in the order of its memory.
-        sizes: Their sizes, in that order.
-        dtype: Its dtype.
+        order: Its dimensions in the order of its memory; `sizes` has the same order.
         layout: Rows and columns: the last dimension in memory, which are the channels of a channels_last image; or the
             last two of another transposed view of more than three, as the heads of an attention are.
     """
@@ -40,9 +39,7 @@ class Shape:
         order = tuple(sorted(range(x.dim()), key=lambda place: (-strides[place], place)))
         sizes = tuple(x.shape[place] for place in order)
         last = 2 if order != tuple(range(x.dim())) and x.dim() > 3 and order[-1] != 1 else 1
-        columns = 1
-        for size in sizes[-last:]:
-            columns *= size
+        columns = math.prod(sizes[-last:])
         rows = x.numel() // columns
         return None if rows < _FEWEST_ROWS else cls(order, sizes, x.dtype, Layout.of(rows, columns))
 
@@ -64,10 +61,8 @@ class Code:
         node: The node that is coded; the code of a norm is of what the node is before weight and bias.
         kind: The kind of ops that it is for.
         bits: 8 or 4; 1 for a mask.
-        shape: How the tensor is laid out.
         tail: Where the tensor is cut, its excess being coded apart; None if it is not cut.
         cube: See `rmm_linear.compiler.rewrites.codes.encode_with_tail`.
-        key: The node of the key.
         parts: The nodes of the code, as `rmm_linear.compiler.rewrites.codes.encode` returns them.
     """
 
@@ -93,7 +88,7 @@ class Code:
 
     def encode(self, editor: Editor) -> None:
         """Code the node itself."""
-        where: Any = {"before": self.node.next, "block_of": self.node}
+        where: Any = {"before": self.node.next, "block_of": self.node, "is_backward": False}
         cut: Any = {"tail": self.tail, "cube": self.cube}
         self.parts = editor.insert(_encode, self.node, self.key, **where, **self.how, **cut)
 
@@ -109,8 +104,7 @@ class Code:
 
     def read(self, editor: Editor, before: fx.Node) -> fx.Node:
         """Read the tensor from its code, in its own dtype and layout."""
-        where: Any = {"before": before, "block_of": self.node, "is_backward": True}
-        return editor.insert(_decode, *self.sources, **where, **self.how)
+        return editor.insert(_decode, *self.sources, before=before, block_of=self.node, **self.how)
 
 
 def _encode(x: Tensor, key: Tensor, *, shape: Shape, bits: int, tail: float | None, cube: float) -> tuple[Tensor, ...]:

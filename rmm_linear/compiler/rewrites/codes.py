@@ -27,11 +27,7 @@ _GOLDEN, _MASK = 0x9E3779B9, 0xFFFFFFFF
 class Layout:
     """How a tensor is laid out for its code: groups of rows of equally many columns.
 
-    Attributes:
-        rows: Rows of the tensor.
-        columns: Its columns.
-        groups: Groups of rows, each of `group` rows; the last one may have rows of zeros at its end.
-        group: Rows of a group, an even number.
+    Each group has `group` rows, an even number; the last one may have rows of zeros at its end.
     """
 
     rows: int

@@ -33,13 +33,14 @@ class Editor:
         /,
         *sources: Any,
         before: fx.Node,
-        block_of: fx.Node,
-        is_backward: bool = False,
+        block_of: fx.Node | None = None,
+        is_backward: bool = True,
         **options: Any,
     ) -> Any:
         """Put a function of the tensors of some nodes, and of other hashable arguments, before a node of the graph.
 
-        It belongs to the module of the node `block_of`. Return the node of its result, or a list if it returns a tuple.
+        It belongs to the module of the node `block_of`, or else of `before`. Return the node of its result, or a list
+        if it returns a tuple.
         """
         values = [node.meta["val"] for node in sources]
         shapes = tuple((value.shape, value.stride(), value.dtype, value.device) for value in values)
@@ -55,7 +56,7 @@ class Editor:
         }
         for node in traced.nodes:
             if node.op == "call_function":
-                made[node] = self._copy(node, made, before, block_of, is_backward=is_backward)
+                made[node] = self._copy(node, made, before, block_of or before, is_backward)
                 made[node].meta["val"] = pytree.tree_map_only(
                     Tensor, lambda each: self._alike(each, memories), node.meta["val"]
                 )
@@ -81,16 +82,14 @@ class Editor:
             node = self._replaced[node]
         return node
 
-    def copy(
-        self, node: fx.Node, made: dict[fx.Node, fx.Node], *, before: fx.Node, block_of: fx.Node, is_backward: bool
-    ) -> fx.Node:
+    def copy(self, node: fx.Node, made: dict[fx.Node, fx.Node], **where: Any) -> fx.Node:
         """Copy a node, with the inputs replaced that are keys of `made`; `insert` has the other arguments."""
-        copy = self._copy(node, made, before, block_of, is_backward=is_backward)
+        copy = self._copy(node, made, **where)
         copy.meta["val"] = self._value(copy)
         return copy
 
     def _copy(
-        self, node: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node, block_of: fx.Node, *, is_backward: bool
+        self, node: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node, block_of: fx.Node, is_backward: bool = True
     ) -> fx.Node:
         with self._graph.inserting_before(before):
             copy = self._graph.node_copy(node, lambda each: made.get(each, each))

@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at, shape_of
 
 aten = torch.ops.aten
@@ -45,35 +44,29 @@ def candidates(step: Step, bits: int) -> Iterator[Rewrite]:
 
 @dataclass(eq=False)
 class LayerNorm(Rewrite):
-    """A LayerNorm over the last dimension.
-
-    Attributes:
-        norm: The op.
-    """
+    """A LayerNorm over the last dimension."""
 
     norm: fx.Node = field(kw_only=True)
 
     def encode(self, editor: Editor) -> None:
         mean, rstd = _part(self.norm, 1), _part(self.norm, 2)
-        where: Any = {"before": max(mean, rstd).next, "block_of": self.norm}
+        where: Any = {"before": max(mean, rstd).next, "block_of": self.norm, "is_backward": False}
         x, key = node_at(self.norm, 0), self.code.key
         self.code.parts = editor.insert(_encode_normalised, x, mean, rstd, key, **self.code.how, **where)
 
-    def provided(self) -> dict[fx.Node, Provided]:
-        return {_part(self.norm, 0): Provided(frozenset([self.code]), self._output)}
+    def provided(self) -> dict[fx.Node, Reading]:
+        return {_part(self.norm, 0): self._output}
 
     def _output(self, editor: Editor, before: fx.Node) -> fx.Node:
         weight, bias = self.norm.args[2:4]
         given = [each for each in (weight, bias) if isinstance(each, fx.Node)]
-        where: Any = {"before": before, "block_of": self.norm, "is_backward": True}
-        options = {"has_weight": weight is not None, **self.code.how}
-        return editor.insert(_output, *self.code.sources, *given, **options, **where)
+        options: Any = {"block_of": self.norm, "has_weight": weight is not None, **self.code.how}
+        return editor.insert(_output, *self.code.sources, *given, before=before, **options)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         weight = [node_at(reader, 5)] if reader.args[5] is not None else []
-        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
-        sources = (node_at(reader, 0), node_at(reader, 4), *self.code.sources, *weight)
-        results = editor.insert(_layer_norm_backward, *sources, **self.code.how, **where)
+        sources = node_at(reader, 0), node_at(reader, 4), *self.code.sources, *weight
+        results = editor.insert(_layer_norm_backward, *sources, before=reader, **self.code.how)
         for user in list(reader.users):
             editor.replace(user, results[user.args[1]])
 
@@ -96,22 +89,15 @@ class Square(NamedTuple):
 
 @dataclass(eq=False)
 class RMSNorm(Rewrite):
-    """An RMSNorm in single ops: x^ = x r, with r of a row.
-
-    Attributes:
-        x: Its input.
-        scale: r.
-        squares: What its backward pass reads.
-    """
+    """An RMSNorm in single ops: x^ = x r, with r, the scale, of a row; its backward pass reads the squares."""
 
     x: fx.Node = field(kw_only=True)
     scale: fx.Node = field(kw_only=True)
     squares: list[Square] = field(kw_only=True)
 
-    def provided(self) -> dict[fx.Node, Provided]:
+    def provided(self) -> dict[fx.Node, Reading]:
         """The output without weight, and the input."""
-        codes = frozenset([self.code])
-        return {self.code.node: Provided(codes, self.code.read), self.x: Provided(codes, self._input)}
+        return {self.code.node: self.code.read, self.x: self._input}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether two readers are the products of one square."""
@@ -119,8 +105,8 @@ class RMSNorm(Rewrite):
 
     def _input(self, editor: Editor, before: fx.Node) -> fx.Node:
         normalised = self.code.read(editor, before)
-        where: Any = {"before": before, "block_of": self.x, "is_backward": True}
-        return editor.insert(_quotient, normalised, self.scale, dtype=self.x.meta["val"].dtype, **where)
+        options: Any = {"block_of": self.x, "dtype": self.x.meta["val"].dtype}
+        return editor.insert(_quotient, normalised, self.scale, before=before, **options)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
         """Read the input; from the second product, subtract what the errors of both have in common."""
@@ -130,7 +116,7 @@ class RMSNorm(Rewrite):
             return
         source = square.second.source
         reader.replace_input_with(source, readings.read(source, editor, reader))
-        where: Any = {"before": reader.next, "block_of": reader, "is_backward": True}
+        where: Any = {"before": reader.next, "block_of": reader}
         variance = editor.insert(_input_variance, self.code.parts[1], self.scale, shape=self.code.shape, **where)
         # a factor of the first product counts as well
         made = {self.x: variance}

@@ -1,14 +1,13 @@
 """Codes of tensors that the backward pass reads linearly: in matrix products, for weight gradients, and in products."""
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from rmm_linear.compiler.rewrites.attention import FUSED, is_output, is_score
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Rewrite
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, shape_of
 from rmm_linear.planning.coding import Bits
 
@@ -22,11 +21,6 @@ _LINEAR = {
 }
 
 
-@dataclass(eq=False)
-class Linear(Rewrite):
-    """A tensor with a code of its own, which ops read that are linear in it."""
-
-
 def is_linear(read: Read) -> bool:
     """Tell whether an op is linear in a tensor that it reads; fused attention is taken to be so."""
     reader, source = read
@@ -37,7 +31,7 @@ def is_linear(read: Read) -> bool:
     return reader.target in _LINEAR and sum(arg is source for arg in reader.args) == 1
 
 
-def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Linear]:
+def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Rewrite]:
     """Find tensors that could have codes of their own for these reads.
 
     `repeated` are backward ops of attention, whose forward op runs again on what is read.
@@ -53,7 +47,7 @@ def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collecti
         needs_eight = any(is_score(read) and read.reader not in repeated for read in own)
         shape = Shape.of(node.meta["val"])
         if size and shape is not None:
-            yield Linear(Code(node, kind, 8 if needs_eight else size, shape))
+            yield Rewrite(Code(node, kind, 8 if needs_eight else size, shape))
 
 
 def _whole(step: Step, source: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Readings: tensors of the forward pass as the backward pass computes them from codes, without bias.
+"""Readings: tensors of the forward pass as the backward pass computes them from codes, without bias; and rewrites.
 
 A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
 computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
@@ -7,15 +7,16 @@ that is small beside what follows from it is kept and read as it is, if it has a
 """
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.rewrites.coded import Code
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.step import Step, node_at, shape_of
+from rmm_linear.compiler.rewrites.step import Read, Step, node_at, shape_of
 
 aten = torch.ops.aten
 # Linear in their first argument, whatever the others are, which are no tensors.
@@ -32,38 +33,28 @@ _OF_MEMORY = {aten.as_strided.default, aten.view.dtype}
 _SUMS = {aten.add.Tensor, aten.sub.Tensor}
 # A tensor with so many times fewer elements than another one costs nothing.
 _SMALL = 16
-
-
-class Provided(NamedTuple):
-    """How a tensor is read.
-
-    Attributes:
-        codes: The codes that it is read from.
-        read: (editor, before) -> the node that takes the tensor's place, in its shape and dtype.
-    """
-
-    codes: frozenset[Code]
-    read: Callable[[Editor, fx.Node], fx.Node]
+# (editor, before) -> the node that takes a tensor's place, in its shape and dtype.
+Reading = Callable[[Editor, fx.Node], fx.Node]
 
 
 class Readings:
     """Tells which tensors can be read from codes, and reads them.
 
     Attributes:
-        provided: Tensors that are read directly.
+        provided: Tensors that are read directly, each with its code.
         exact: Tensors that are read as they are, for others that follow from them and from codes.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self.provided: dict[fx.Node, Provided] = {}
+        self.provided: dict[fx.Node, tuple[Code, Reading]] = {}
         self.exact: set[fx.Node] = set()
         self._codes: dict[fx.Node, frozenset[Code] | None] = {}
         self._read: dict[fx.Node, fx.Node] = {}
 
-    def provide(self, provided: Mapping[fx.Node, Provided]) -> None:
+    def provide(self, code: Code, readings: Mapping[fx.Node, Reading]) -> None:
         """Let tensors be read directly."""
-        self.provided.update(provided)
+        self.provided.update((node, (code, reading)) for node, reading in readings.items())
         self._codes.clear()
 
     def codes_of(self, node: fx.Node) -> frozenset[Code] | None:
@@ -75,26 +66,26 @@ class Readings:
 
     def read(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
         """Compute a tensor from codes, once: before its first reader, for ops come in the order of the graph."""
-        if node in self.provided:
-            if node not in self._read:
-                self._read[node] = self.provided[node].read(editor, before)
-            return self._read[node]
-        if node not in self._read and node.target is operator.getitem:
-            self._read[node] = self._dropped(node_at(node, 0), editor, before)
         if node not in self._read:
-            made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
-            where: Any = {"before": before, "block_of": node, "is_backward": True}
-            if node.target in _VIEWS:
-                # what is read may be laid out otherwise
-                shape = tuple(shape_of(node))
-                self._read[node] = editor.insert(_reshaped, made[node_at(node, 0)], shape=shape, **where)
-            else:
-                self._read[node] = editor.copy(node, made, **where)
+            self._read[node] = self._made(node, editor, before)
         return self._read[node]
+
+    def _made(self, node: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
+        if node in self.provided:
+            _, reading = self.provided[node]
+            return reading(editor, before)
+        if node.target is operator.getitem:
+            return self._dropped(node_at(node, 0), editor, before)
+        made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
+        where: Any = {"before": before, "block_of": node}
+        if node.target in _VIEWS:
+            # what is read may be laid out otherwise
+            return editor.insert(_reshaped, made[node_at(node, 0)], shape=tuple(shape_of(node)), **where)
+        return editor.copy(node, made, **where)
 
     def _found(self, node: fx.Node) -> frozenset[Code] | None:
         if node in self.provided:
-            return self.provided[node].codes
+            return frozenset([self.provided[node][0]])
         if node.op != "call_function" or node in self._step.gradients or not self._step.is_float(node):
             return None
         if node.target is operator.getitem:
@@ -131,7 +122,7 @@ class Readings:
     def _dropped(self, dropout: fx.Node, editor: Editor, before: fx.Node) -> fx.Node:
         mask = next(each for each in dropout.users if each.args[1] == 1)
         x, p = self.read(node_at(dropout, 0), editor, before), dropout.args[1]
-        return editor.insert(_dropped, x, mask, before=before, block_of=dropout, is_backward=True, p=p)
+        return editor.insert(_dropped, x, mask, before=before, block_of=dropout, p=p)
 
     def _is_at_hand(self, source: fx.Node, node: fx.Node) -> bool:
         """Tell whether a tensor is there in the backward pass, or can be kept for hardly any bytes."""
@@ -140,6 +131,37 @@ class Readings:
         # a mask is read exactly by the gradient of its own op
         is_number = self._step.is_float(source)
         return not is_number and any(each.source is source for each in self._step.reads)
+
+
+@dataclass(eq=False)
+class Rewrite:
+    """One code, and the reads that an op has a formula of its own for; ops that are linear in a tensor need none.
+
+    Attributes:
+        code: The code.
+        serves: The reads.
+        bias: A bound of the bias of what `replace` and `provided` read, see `rmm_linear.planning.coding.CodedTensor`.
+    """
+
+    code: Code
+    serves: Sequence[Read] = field(default_factory=list)
+    bias: float = 0.0
+
+    def provided(self) -> dict[fx.Node, Reading]:
+        """The tensors that other ops can read from the code: the one that is coded."""
+        return {self.code.node: self.code.read}
+
+    def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
+        """Tell whether two ops of `serves` may read the code in one path, for there is a formula for both."""
+        return False
+
+    def encode(self, editor: Editor) -> None:
+        """Write the code into the forward pass."""
+        self.code.encode(editor)
+
+    def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
+        """Let an op of `serves` read from the code; ops come in the order of the graph."""
+        raise NotImplementedError
 
 
 def _is_small(source: fx.Node, node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ Autograd saves ReLU's result. With the mask in its place, a product that reads t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,8 +13,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.codes import Layout, pack, unpack
 from rmm_linear.compiler.rewrites.editing import Editor
-from rmm_linear.compiler.rewrites.readings import Provided, Readings
-from rmm_linear.compiler.rewrites.rewrite import Rewrite
+from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Step, node_at
 
 aten = torch.ops.aten
@@ -35,22 +35,21 @@ class Mask(Code):
         return layout.group * layout.columns // 8
 
     def encode(self, editor: Editor) -> None:
-        mask = editor.insert(_mask, self.node, before=self.node.next, block_of=self.node, shape=self.shape)
-        self.parts = [mask]
+        where: Any = {"before": self.node.next, "block_of": self.node, "is_backward": False}
+        self.parts = [editor.insert(_mask, self.node, shape=self.shape, **where)]
 
 
 @dataclass(eq=False)
 class Relu(Rewrite):
     """ReLU's gradient from its mask."""
 
-    def provided(self) -> dict[fx.Node, Provided]:
+    def provided(self) -> dict[fx.Node, Reading]:
         """None: a mask has the signs alone."""
         return {}
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        sources, shape = (node_at(reader, 0), *self.code.parts), self.code.shape
-        new = editor.insert(_masked, *sources, before=reader, block_of=reader, is_backward=True, shape=shape)
-        editor.replace(reader, new)
+        sources = node_at(reader, 0), *self.code.parts
+        editor.replace(reader, editor.insert(_masked, *sources, before=reader, shape=self.code.shape))
 
 
 def candidates(step: Step) -> Iterator[Relu]:

@@ -31,11 +31,8 @@ class Sketch:
     """A tensor x of the forward pass, (rows, in), and the weight gradients that are estimated from its sketch.
 
     Attributes:
-        reads: The products.
-        is_transposed: Whether they are x^T g, of the transpose of x, and not g^T x.
-        rows: Rows of x.
-        features: Its columns.
-        config: How x is sketched.
+        reads: The products: g^T x, or x^T g of the transpose of x if `is_transposed`.
+        rows: Rows of x, which has `features` columns.
         memories: What is kept if the products read x as it is.
         is_kept: Whether S^T x is kept in the place of x.
         seed: The node of the seed of S.
@@ -54,16 +51,12 @@ class Sketch:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of x."""
-        return self.rows * self.features * self._itemsize
+        return self.reads[0].source.meta["val"].nbytes
 
     @property
     def sketch_bytes(self) -> int:
         """Bytes of S^T x."""
-        return self.config.sketch_object.rank(self.rows) * self.features * self._itemsize
-
-    @property
-    def _itemsize(self) -> int:
-        return self.reads[0].source.meta["val"].element_size()
+        return self.config.sketch_object.rank(self.rows) * self.tensor_bytes // self.rows
 
     @property
     def saves_arithmetic(self) -> bool:
@@ -75,27 +68,26 @@ class Sketch:
 
     def encode(self, step: Step, editor: Editor, key: fx.Node, first: fx.Node) -> None:
         """Write the seed into the forward pass, and the sketch if it is kept."""
-        self.seed = editor.insert(_seed, key, before=first, block_of=self.reads[0].reader)
+        self.seed = editor.insert(_seed, key, before=first, block_of=self.reads[0].reader, is_backward=False)
         if not self.is_kept:
             return
         *views, base = ancestors(step, self.reads[0].source)
-        where: Any = {"before": base.next, "block_of": base}
+        where: Any = {"before": base.next, "block_of": base, "is_backward": False}
         x = base
         # views of the backward pass come too late
         made: dict[fx.Node, fx.Node] = {}
         for view in reversed(views):
-            made[view] = x = editor.copy(view, made, **where, is_backward=False)
+            made[view] = x = editor.copy(view, made, **where)
         self._made = self._sketched(x, editor, where)
 
     def replace(self, reader: fx.Node, editor: Editor) -> None:
         """Let a product read the sketch of x; products come in the order of the graph, and read x as is then known."""
-        where: Any = {"before": reader, "block_of": reader, "is_backward": True}
         first, second = node_at(reader, 0), node_at(reader, 1)
         x, gradient = (first, second) if self.is_transposed else (second, first)
         if self._made is None:
-            self._made = self._sketched(x, editor, where)
+            self._made = self._sketched(x, editor, {"before": reader})
         options = {"dtype": reader.meta["val"].dtype, **self._how}
-        editor.replace(reader, editor.insert(_product, gradient, self.seed, self._made, **options, **where))
+        editor.replace(reader, editor.insert(_product, gradient, self.seed, self._made, before=reader, **options))
 
     def _sketched(self, x: fx.Node, editor: Editor, where: dict[str, Any]) -> fx.Node:
         return editor.insert(_compressed, x, self.seed, **self._how, **where)

@@ -9,7 +9,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
+from rmm_linear.compiler.torch_private import fake_mode_of
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
 _LINEAR = {"_fft_r2c", "convolution", "index_add"}
@@ -34,7 +36,6 @@ class Step:
     """A joint graph, and what its backward pass reads.
 
     Attributes:
-        joint: The joint graph.
         blocks: The module that each node belongs to.
         gradients: Nodes that depend on a tangent, the placeholder of the gradient of a result.
         number: The place of each node in the graph.
@@ -45,6 +46,7 @@ class Step:
 
     def __init__(self, joint: fx.GraphModule, tangents: Collection[fx.Node], blocks: Mapping[fx.Node, str]) -> None:
         self.joint, self.blocks = joint, blocks
+        self.mode = fake_mode_of(node.meta.get("val") for node in joint.graph.nodes)
         self.gradients: set[fx.Node] = set(tangents)
         self.number = {node: number for number, node in enumerate(joint.graph.nodes)}
         self.base: dict[fx.Node, fx.Node] = {}
@@ -68,11 +70,6 @@ class Step:
                 self.reads += [Read(node, each) for each in node.all_input_nodes if each not in self.gradients]
         # the caller keeps results
         self._kept_anyway = {self.base[node] for node in returned}
-
-    @property
-    def mode(self) -> torch._subclasses.FakeTensorMode:
-        """The mode of the fake tensors."""
-        return next(node.meta["val"].fake_mode for node in self.number if hasattr(node.meta.get("val"), "fake_mode"))
 
     def memories(self, source: fx.Node) -> frozenset[fx.Node]:
         """Return the nodes of the forward pass whose memory is kept if the backward pass reads a tensor exactly."""
@@ -148,7 +145,7 @@ class Step:
         ):
             made |= {each: made[each].detach().requires_grad_() for each in gradients}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            results = [each for each in pytree.tree_leaves(op(*args, **kwargs)) if isinstance(each, Tensor)]
+            results = tensors_in(op(*args, **kwargs))
         own = {each.untyped_storage()._cdata for each in (*results, *(made[each] for each in gradients))}
         is_saved = any(each.untyped_storage()._cdata in own for each in saved)
         return all(map(_is_number, results)) and not is_saved and name not in _STEPS
