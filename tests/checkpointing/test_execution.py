@@ -536,7 +536,8 @@ def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
                 step(model, seed)
         assert_same_gradients(model, reference)
     assert runs(model) == 4
-    assert len(model._compiled_call_impl.plans) == 1
+    # RoBERTa's first step sets `config.problem_type`, and Dynamo compiles the model again
+    assert len(model._compiled_call_impl.plans) == (1 if isinstance(model, Net) else 2)
     torch.manual_seed(4)
     out = model(*args, **kwargs)
     # that of the loss alone is right as well
