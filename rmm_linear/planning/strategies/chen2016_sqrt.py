@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import (
     balanced_cuts,
     crossing_bytes,
@@ -51,7 +51,6 @@ def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tupl
     return tuple(cuts)
 
 
-@register
 class ChenSqrt(Strategy):
     """Chen et al. 2016: about sqrt(n) segments, each computed again as one."""
 

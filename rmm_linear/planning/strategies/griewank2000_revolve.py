@@ -14,7 +14,7 @@ from math import comb
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import (
     Action,
     ChainView,
@@ -99,7 +99,6 @@ def chains_of(graph: Graph) -> Iterator[ChainView]:
                 yield ChainView(graph, segments_of_cuts(graph.forward_count, cuts))
 
 
-@register
 class Revolve(Strategy):
     """Griewank & Walther 2000: binomial checkpointing of a chain of stages.
 

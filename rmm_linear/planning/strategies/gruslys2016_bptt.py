@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts, unfolded
 from rmm_linear.planning.strategies.griewank2000_revolve import chains_of
 
@@ -158,7 +158,6 @@ def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
     return unfolded(steps, memory, choose)
 
 
-@register
 class GruslysBPTT(Strategy):
     """Gruslys et al. 2016: hidden, internal and mixed states of a chain of stages, whichever turns out best.
 

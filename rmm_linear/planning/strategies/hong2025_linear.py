@@ -29,7 +29,7 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import crossing_bytes, some_counts, written_bytes
 from rmm_linear.planning.strategies.chen2016_sqrt import orders_of_cuts
 
@@ -142,7 +142,6 @@ def _check(sizes: Sequence[int]) -> None:
         raise ValueError(f"a layer has {min(sizes)} bytes; sizes are at least 0")
 
 
-@register
 class HongLinear(Strategy):
     """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
 

@@ -41,8 +41,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.simulate import Proposal, peak_and_cost, plain_peak_bytes
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, choose
 
 # graphs of at most so many ops have one stage an op, others so many for the backward pass
 _MOST_STAGES, _COARSE_STAGES = 80, 12
@@ -414,7 +414,6 @@ def _until_interrupted(solve: Callable[[], Any]) -> Any:
         executor.shutdown(wait=False)
 
 
-@register
 class Checkmate(Strategy):
     """Jain et al. 2020: the integer program, solved anew for each budget."""
 
@@ -441,7 +440,6 @@ class Checkmate(Strategy):
         return choose(graph, [proposal], budget_bytes, self.name, found.proof(graph.cost))
 
 
-@register
 class CheckmateRounding(Strategy):
     """Jain et al. 2020, section 5: the program without integrality, rounded."""
 

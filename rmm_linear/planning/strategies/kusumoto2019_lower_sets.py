@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 # The nodes of each block of a chain, sorted.
@@ -318,7 +318,6 @@ class _LowerSets(Strategy):
             yield order_of_segments(graph, segments, kept | {i for op in segments[-1] for i in graph.ops[op].writes})
 
 
-@register
 class Kusumoto2019Exact(_LowerSets):
     """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
 
@@ -326,7 +325,6 @@ class Kusumoto2019Exact(_LowerSets):
     family = staticmethod(all_lower_sets)
 
 
-@register
 class Kusumoto2019Approximate(_LowerSets):
     """The approximate program: the ancestors of each node."""
 

@@ -40,7 +40,7 @@ from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
 from rmm_linear.planning.strategies.auto import Auto
-from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal
 from rmm_linear.planning.strategies.jain2020_checkmate import Solution, ladder
 
 # the solver's costs are whole numbers: so many parts of the plain step
@@ -237,7 +237,6 @@ class Program:
         return "optimal" if found.status == "optimal" else "stopped", tuple(op for _, op in sorted(runs))
 
 
-@register
 class Moccasin(Strategy):
     """Bartan et al. 2023: retention intervals, solved anew for each budget; begun with `auto`'s plan.
 

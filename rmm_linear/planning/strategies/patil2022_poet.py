@@ -30,7 +30,6 @@ from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import register
 from rmm_linear.planning.strategies.jain2020_checkmate import Checkmate, Program
 
 
@@ -88,7 +87,6 @@ class PagingProgram(Program):
         return peak_bytes, of_ops + self._page_weight * (cost - of_ops)
 
 
-@register
 class Poet(Checkmate):
     """Patil et al. 2022: the integer program, solved anew for each budget."""
 

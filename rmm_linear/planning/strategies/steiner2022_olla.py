@@ -22,8 +22,8 @@ from rmm_linear.byte_sizes import readable
 from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.simulate import Proposal, peak_and_cost, plain_peak_bytes
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, choose
 
 
 def least_peak_order(
@@ -109,7 +109,6 @@ def _before(graph: Graph) -> list[int]:
     return found
 
 
-@register
 class Olla(Strategy):
     """Steiner et al. 2022: the order of the least peak, nothing computed twice."""
 
