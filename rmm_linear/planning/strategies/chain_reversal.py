@@ -12,7 +12,7 @@ back from whatever is there: a poor choice of cuts costs time and memory, which 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -128,12 +128,6 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
         if 0 < best < count:
             cuts.add(best)
     return tuple(sorted(cuts))
-
-
-def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
-    """Return the runs of ops between cuts."""
-    edges = [0, *cuts, count]
-    return [range(low, high) for low, high in pairwise(edges) if low < high]
 
 
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:

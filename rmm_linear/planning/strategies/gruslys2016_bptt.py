@@ -176,8 +176,6 @@ class GruslysBPTT(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose schedules of all three kinds, for several numbers of stages and places."""
-        if graph.forward_count == len(graph.ops):
-            return
         for view in chains_of(graph):
             stages = len(view.stages)
             if stages < 2:

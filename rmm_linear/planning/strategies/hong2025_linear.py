@@ -31,7 +31,7 @@ from typing import ClassVar, NamedTuple
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import crossing_bytes, some_counts, written_bytes
-from rmm_linear.planning.strategies.chen2016_sqrt import orders_of_cuts
+from rmm_linear.planning.strategies.segments import orders_of_cuts
 
 _ALL_UP_TO = 12
 _CAPS = 48
@@ -153,10 +153,7 @@ class HongLinear(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose optimal segments for a sweep of caps."""
-        if graph.forward_count == len(graph.ops):
-            return
-        for cuts in dict.fromkeys(_cuts(graph)):
-            yield from orders_of_cuts(graph, cuts)
+        return orders_of_cuts(graph, _cuts(graph))
 
 
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:

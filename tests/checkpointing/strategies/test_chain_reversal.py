@@ -1,12 +1,8 @@
 """A training graph as a chain of stages."""
 
 from experiments.checkpointing.generators import chain, random_layers, u_shape, with_backward
-from rmm_linear.planning.strategies.chain_reversal import (
-    ChainView,
-    balanced_cuts,
-    crossing_bytes,
-    segments_of_cuts,
-)
+from rmm_linear.planning.strategies.chain_reversal import ChainView, balanced_cuts, crossing_bytes
+from rmm_linear.planning.strategies.segments import segments_of_cuts
 
 
 def test_crossing_bytes_are_those_that_stages_after_a_cut_read():

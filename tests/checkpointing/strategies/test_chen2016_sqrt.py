@@ -5,8 +5,8 @@ import random
 import pytest
 
 from experiments.checkpointing.generators import chain, random_layers, with_backward
-from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
-from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
+from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts
+from rmm_linear.planning.strategies.segments import orders_of_cuts, segments_of_cuts
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(100, 21), (400, 41), pytest.param(1600, 81, marks=pytest.mark.slow)])
@@ -42,7 +42,7 @@ def test_greedy_segments_keep_their_cap():
 
 def test_the_last_segment_is_not_computed_again_where_nothing_is_gained():
     graph = with_backward(chain([4] * 9))
-    first = next(iter(orders_of_cuts(graph, (3, 6))))
+    first = next(orders_of_cuts(graph, [(3, 6)]))
     assert all(first.count(op) == 1 for op in (6, 7, 8))
     assert first.count(0) == first.count(1) == first.count(3) == 2
     # the ends of segments are kept
