@@ -39,7 +39,7 @@ from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
-from rmm_linear.planning.strategies.chain_reversal import StepBytes
+from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
 State = Any
 Cell = Callable[[Tensor, State], Any]
@@ -320,6 +320,8 @@ class _Run:
     """One pass over a sequence: what is held, and the three verbs."""
 
     plan: BPTTPlan
+    # the plan's actions that are still to come
+    remaining: Iterator[Action]
     input_needs: bool
     state_needs: tuple[bool, ...]
     inputs: Tensor
@@ -337,7 +339,7 @@ class _Run:
         self.states: dict[int, _State] = {}
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
-        self.remaining: Iterator[Any] | None = None
+        self.is_used_up = False
         self.pager: Pager | None = None
         # states that lie with the pager, by their number
         self.paged: dict[int, Any] = {}
@@ -377,7 +379,13 @@ class _Run:
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
         """Run steps without a graph from the latest state that is there, and return the state before `target`."""
-        latest, (leaves, generators) = self._latest(target)
+        if self.passing is not None:
+            (latest, (leaves, generators)), self.passing = self.passing, None
+        else:
+            latest = target
+            while latest not in self.states and latest not in self.paged:
+                latest -= 1
+            leaves, generators = self.states[latest] if latest in self.states else self._fetched(latest)
         if outputs is None and self.preserve_rng_state:
             self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
@@ -387,16 +395,6 @@ class _Run:
                     outputs(number, found)
                 del found
         return leaves
-
-    def _latest(self, target: int) -> tuple[int, _State]:
-        """Return the latest state that is there, up to the one before `target`, and its number."""
-        if self.passing is not None:
-            passing, self.passing = self.passing, None
-            return passing
-        latest = target
-        while latest not in self.states and latest not in self.paged:
-            latest -= 1
-        return latest, self.states[latest] if latest in self.states else self._fetched(latest)
 
     def with_graph(
         self, number: int, leaves: list[Tensor], outputs: Callable[[int, list[Tensor]], None] | None
@@ -414,7 +412,6 @@ class _Run:
 
     def forward(self, outputs: Callable[[int, list[Tensor]], None]) -> list[Tensor]:
         """Run the first pass, and return the final state."""
-        assert self.remaining is not None
         for kind, stage in self.remaining:
             leaves = self.advance(stage, outputs)
             if kind == "hold":
@@ -443,10 +440,11 @@ class _Run:
         now = self.generators.get() if self.preserve_rng_state else None
         try:
             self._reverse(self.steps - 1, passing)
-            for kind, stage in self._rest():
+            for kind, stage in self.remaining:
                 if kind == "hold":
                     self._pin(stage, self.advance(stage, None))
-                elif kind == "release":
+                elif kind == "release" or stage == self.steps - 1:
+                    # the last step, if it was stored, is still to be reversed in the schedule, and has been
                     self._unpin(stage)
                 elif kind == "store":
                     leaves = self.advance(stage, None)
@@ -461,7 +459,7 @@ class _Run:
                         self._unpin(stage)
                         self._unpin(stage + 1)
         finally:
-            self.remaining = None
+            self.is_used_up = True
             if self.pager is not None:
                 self.pager.close()
             if now is not None:
@@ -474,16 +472,6 @@ class _Run:
             step, following = self.with_graph(number, self.advance(number, None), None)
             del following
         passing.through(number, step)
-
-    def _rest(self) -> Iterator[Any]:
-        """The actions after the last step's reversal."""
-        assert self.remaining is not None
-        for kind, stage in self.remaining:
-            # the reversal of a last step that was stored is still to come in the schedule, and has been done
-            if kind == "reverse" and stage == self.steps - 1:
-                self._unpin(stage)
-                continue
-            yield kind, stage
 
     def _pin(self, number: int, leaves: list[Tensor]) -> None:
         if number not in self.states:
@@ -624,7 +612,7 @@ class _BPTT(torch.autograd.Function):
                 " loop where create_graph=True is needed"
             )
         run: _Run = ctx.run
-        if run.remaining is None:
+        if run.is_used_up:
             raise RuntimeError(
                 "trying to go backward through bptt_checkpoint a second time: what was kept has been used up; run the"
                 " forward pass again"
