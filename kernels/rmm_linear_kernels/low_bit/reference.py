@@ -67,17 +67,13 @@ def _rounded(value: Tensor, *, up: bool) -> Tensor:
     return torch.where(wrong, torch.nextafter(near, torch.full_like(near, torch.inf if up else -torch.inf)), near)
 
 
-def over_range(kind: str) -> float:
-    """Return a group's step over half of its extent: 2 over the steps but for the margins."""
-    return 2 / (LEVELS[kind] - 2 * MARGIN)
-
-
 def scales_of(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return steps and offsets, bfloat16, of groups with these least and largest values."""
     offset = _rounded(low, up=False)
     # halves: the difference of 3e38 and -3e38 overflows
     spread = high * 0.5 - offset.to(low.dtype) * 0.5
-    step = _rounded(spread * over_range(kind), up=True)
+    # a group's step over half of its extent is 2 over the steps but for the margins
+    step = _rounded(spread * (2 / (LEVELS[kind] - 2 * MARGIN)), up=True)
     return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
 
 
@@ -102,7 +98,7 @@ def _centred(y: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
     """The random parts of rows (..., rows, 1) and of columns (..., 1, features), int32, of which 15 bits count."""
-    halves = random_halves(seed, 0, rows + features, stream=ROUNDING_STREAM).int()
+    halves = random_halves(seed, rows + features, stream=ROUNDING_STREAM).int()
     return halves[..., :rows].unsqueeze(-1), halves[..., rows:].unsqueeze(-2)
 
 
