@@ -143,9 +143,6 @@ class CheckpointPlan:
             time = f"{100 * self.paging_overhead:.1f} % of the plain step's time"
             yield f"paged out and back: {len(paged)} tensors, {sizes}; {time}"
 
-    def _is_sketch(self, index: int) -> bool:
-        return _is_sketch(self.graph.ops[self.graph.writer[index]])
-
     def __str__(self) -> str:
         return "\n".join([*self._headlines(), "", *self._table()])
 
@@ -195,7 +192,7 @@ class CheckpointPlan:
             )
         if any(_is_sketch(op) and not op.is_backward for op in self.graph.ops):
             sketches = [
-                sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
+                sum(self.graph.sizes[i] for i in held if _is_sketch(self.graph.ops[self.graph.writer[i]]))
                 for held in (self.plain.forward_live, self.planned.forward_live)
             ]
             yield f"sketches at the end of the forward pass: {self._sizes(*sketches)}"

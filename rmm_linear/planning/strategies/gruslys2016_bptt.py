@@ -70,17 +70,10 @@ class Table:
 
 @lru_cache(maxsize=8)
 def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, input_units: int = 0) -> Table:
-    """Tabulate the fewest forward steps.
+    """Tabulate the fewest forward steps for all lengths up to `steps` and all memories up to `memory`; see `Table`.
 
-    Args:
-        kind: What may be kept.
-        steps: Greatest length, at least 1.
-        memory: Most places m, as the module's docstring counts them; at least 1, and at least 0 for "msm".
-        internal_units: Places that an internal state takes (alpha), at least 1; of use for "msm" alone, as is the next.
-        input_units: Places that it takes in addition where the state that its step starts from is not kept anyway.
-
-    Returns:
-        The table. Of "hsm" and "ism" there is nothing at 0 places: those entries are larger than any count.
+    Memory counts places m as the module's docstring does, at least 1, and at least 0 for "msm". Of "hsm" and "ism"
+    there is nothing at 0 places: those entries are larger than any count. The units are of use for "msm" alone.
 
     Raises:
         ValueError: If an argument is too small, or there are more steps than a table is made for.

@@ -58,12 +58,7 @@ def _event(op: int, stage: int) -> int:
 
 
 class Program:
-    """Moccasin's program of one graph and budget.
-
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory at any time.
-        runs: C, the most runs of an op.
+    """Moccasin's program of one graph and budget; `runs` is C, the most runs of an op.
 
     Attributes:
         is_interrupted: Whether Ctrl-C has ended a search.
@@ -180,15 +175,9 @@ class Program:
     def solve(
         self, hint: Sequence[int] | None = None, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
     ) -> Solution:
-        """Return the cheapest plan.
+        """Return the cheapest plan that is found within two limits, or until Ctrl-C, beginning with the hint's order.
 
-        Args:
-            hint: An order to begin with.
-            time_limit_s: Seconds, of both phases together.
-            deterministic_limit: The solver's own measure of work; unlike a time, it gives the same plan each time.
-
-        Returns:
-            The best plan that was found until then, or until Ctrl-C.
+        The time is that of both phases. The deterministic limit is as in `search`.
         """
         end = time.monotonic() + time_limit_s
         if hint is not None:

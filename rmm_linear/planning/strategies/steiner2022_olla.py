@@ -29,9 +29,7 @@ from rmm_linear.planning.strategies.base import Strategy, checked_budget, choose
 def least_peak_order(
     graph: Graph, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
 ) -> tuple[tuple[int, ...], int]:
-    """Return an order of the ops, each once, with the least peak that is found within two limits, and a bound of it.
-
-    The deterministic limit is the solver's own measure of work; unlike a time, it gives the same order each time.
+    """Return an order of the ops, each once, with the least peak that is found within the limits, and a bound of it.
 
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed.
