@@ -73,16 +73,7 @@ def implementation(case: Case, module: str) -> Callable[..., Any]:
 
 
 def cases(shapes: tuple[tuple[int, int], ...], *, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Make every case.
-
-    Args:
-        shapes: (rows, features) of x.
-        device: Where tensors are made.
-        dtype: Dtype of x.
-
-    Yields:
-        The cases of one shape after those of another.
-    """
+    """Make every case of x with shapes (rows, features), the cases of one shape after those of another."""
     seed = torch.tensor(7, device=device)
     for shape in shapes:
         rows, features = shape
@@ -142,14 +133,7 @@ def measured_errors(case: Case, launcher: Callable[..., Any] | None) -> tuple[fl
 
 
 def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Time one case and measure its error.
-
-    Args:
-        case: What to call.
-        device: Where.
-        dtype: Dtype of x and g.
-        repeats: Timed repetitions, after two that are not.
-    """
+    """Time one case and measure its error; `repeats` are timed, after two that are not."""
     launcher = implementation(case, "kernel") if device.type == "cuda" else None
     calls = {"reference": implementation(case, "reference")}
     if launcher is not None:
@@ -211,14 +195,7 @@ def _printed(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every case and write one CSV file.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status: 1 where a kernel failed or is less exact than it may be.
-    """
+    """Measure every case and write one CSV file; the exit status is 1 where a kernel failed or is not exact enough."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for tiny shapes and the references alone")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])

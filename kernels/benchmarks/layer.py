@@ -157,11 +157,7 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and write one CSV file.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-    """
+    """Run the benchmark and write one CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(

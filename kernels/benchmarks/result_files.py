@@ -25,14 +25,7 @@ def commit_name() -> str:
 
 
 def slug(name: str) -> str:
-    """Return a name as a part of a file's name.
-
-    Args:
-        name: Such as `hardware_name` returns.
-
-    Returns:
-        Lower case, with a dash for each character that is no letter and no digit.
-    """
+    """Return a name as a part of a file's name: lower case, a dash for each character that is no letter or digit."""
     return "".join(character if character.isalnum() else "-" for character in name.lower()).strip("-")
 
 
@@ -55,12 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table whole or not at all.
-
-    Args:
-        path: The file.
-        rows: Lines with the same columns, at least one.
-    """
+    """Write a table of at least one row, all with the same columns, whole or not at all."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -162,7 +162,6 @@ def bptt_checkpoint(
             run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
-    assert run.output_structure is not None
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
 
 
@@ -331,7 +330,8 @@ class _Run:
     def __init__(self, cell: Cell, structure: pytree.TreeSpec, steps: int, preserve_rng_state: bool) -> None:
         self.cell = cell
         self.structure = structure
-        self.output_structure: pytree.TreeSpec | None = None
+        # of what the first step returned
+        self.output_structure: Any = None
         self.steps = steps
         self.preserve_rng_state = preserve_rng_state
         # pairs (output, state) of places that hold the same tensor
@@ -349,13 +349,11 @@ class _Run:
 
     def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
         collected: list[list[Tensor]] = []
-        structure = None
         for step in inputs.unbind(0):
-            outputs, leaves, structure = _split(self.cell(step, self._state(leaves)), self.structure)
+            outputs, leaves = self._split(self.cell(step, self._state(leaves)))
             collected.append(outputs)
-        assert structure is not None
         stacked = [torch.stack(parts) for parts in zip(*collected, strict=True)]
-        return pytree.tree_unflatten(stacked, structure), self._state(leaves)
+        return pytree.tree_unflatten(stacked, self.output_structure), self._state(leaves)
 
     def start(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
         self.generators = _Generators(inputs.device)
@@ -390,7 +388,7 @@ class _Run:
             self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
             for number in range(latest, target):
-                found, leaves, _ = self._split(self.cell(self.inputs[number], self._state(leaves)))
+                found, leaves = self._split(self.cell(self.inputs[number], self._state(leaves)))
                 if outputs is not None:
                     outputs(number, found)
                 del found
@@ -403,7 +401,7 @@ class _Run:
         state = [_leaf(leaf, needs_gradient=number > 0 or self.state_needs[place]) for place, leaf in enumerate(leaves)]
         step = _leaf(self.inputs[number], needs_gradient=self.input_needs)
         with torch.enable_grad(), self._as_in_forward():
-            found, following, _ = self._split(self.cell(step, self._state(state)))
+            found, following = self._split(self.cell(step, self._state(state)))
         if outputs is not None:
             outputs(number, [output.detach() for output in found])
         # edges and no tensors: an output is nothing that has to be kept
@@ -497,7 +495,7 @@ class _Run:
     def _state(self, leaves: list[Tensor]) -> State:
         return pytree.tree_unflatten(leaves, self.structure)
 
-    def _split(self, returned: Any) -> tuple[list[Tensor], list[Tensor], pytree.TreeSpec]:
+    def _split(self, returned: Any) -> tuple[list[Tensor], list[Tensor]]:
         outputs, following, structure = _split(returned, self.structure)
         if self.output_structure is None:
             self.output_structure = structure
@@ -507,7 +505,7 @@ class _Run:
                 for other, leaf in enumerate(following)
                 if output is leaf
             ]
-        return outputs, following, structure
+        return outputs, following
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         # the cache must be off: what a step without a graph puts there has no gradient
@@ -535,7 +533,14 @@ class _Gradients:
 
     def through(self, number: int, step: _Step) -> None:
         """Take the gradients through a step."""
-        roots = self._roots(number, step)
+        shared = {output for output, _ in self._shared}
+        roots: list[tuple[Any, Tensor]] = []
+        for place, edge in enumerate(step.outputs):
+            of_output = self._of_outputs[place]
+            if place not in shared and edge is not None and of_output is not None:
+                roots.append((edge, of_output[number]))
+        following = zip(step.following, self.of_state, strict=True)
+        roots += [(edge, gradient) for edge, gradient in following if edge is not None and gradient is not None]
         differentiable = bool(roots)
         # first summands: what the outputs say of the state before this step, and what later steps say of parameters,
         # which for one that a step uses once may as well be added afterwards (and is faster)
@@ -566,18 +571,6 @@ class _Gradients:
         del found[: len(self.totals)]
         self.totals = of_parameters if self._several else list(map(_sum, self.totals, of_parameters))
         self.of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
-
-    def _roots(self, number: int, step: _Step) -> list[tuple[Any, Tensor]]:
-        shared = {output for output, _ in self._shared}
-        roots: list[tuple[Any, Tensor]] = []
-        for place, edge in enumerate(step.outputs):
-            of_output = self._of_outputs[place]
-            if place not in shared and edge is not None and of_output is not None:
-                roots.append((edge, of_output[number]))
-        for edge, gradient in zip(step.following, self.of_state, strict=True):
-            if edge is not None and gradient is not None:
-                roots.append((edge, gradient))
-        return roots
 
 
 class _BPTT(torch.autograd.Function):
