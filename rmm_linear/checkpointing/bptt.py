@@ -509,11 +509,9 @@ class _Run:
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         # the cache must be off: what a step without a graph puts there has no gradient
-        if self.autocast is None:
-            return nullcontext()
-        if not self.autocast["enabled"] and not torch.is_autocast_enabled(self.autocast["device_type"]):
-            return nullcontext()
-        return torch.autocast(**self.autocast, cache_enabled=False)
+        if self.autocast and (self.autocast["enabled"] or torch.is_autocast_enabled(self.autocast["device_type"])):
+            return torch.autocast(**self.autocast, cache_enabled=False)
+        return nullcontext()
 
 
 class _Gradients:

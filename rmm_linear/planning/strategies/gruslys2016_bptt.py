@@ -176,15 +176,8 @@ class GruslysBPTT(Strategy):
             hidden = sum(view.bytes_of(state) for state in view.state) / (stages - 1)
             internal = sum(view.bytes_of(storages) for storages in view.internals) / stages
             alpha = min(stages, max(1, round(internal / hidden))) if hidden else 1
-            slots = some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS)
-            tables = (
-                (tabulated("hsm", stages, stages), slots),
-                (tabulated("ism", stages, stages), slots),
-                (
-                    tabulated("msm", stages, alpha * stages, alpha),
-                    some_counts(alpha * stages, all_up_to=_ALL_UP_TO, number=2 * _SLOT_COUNTS),
-                ),
-            )
-            for table, memories in tables:
-                for memory in memories:
+            kinds: tuple[tuple[Kind, int, int], ...] = (("hsm", 1, 1), ("ism", 1, 1), ("msm", alpha, 2))
+            for kind, units, share in kinds:
+                table = tabulated(kind, stages, units * stages, units)
+                for memory in some_counts(units * stages, all_up_to=_ALL_UP_TO, number=share * _SLOT_COUNTS):
                     yield order_of_actions(view, actions(table, stages, memory))
