@@ -67,19 +67,6 @@ def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
     return max(forward, torch.cuda.max_memory_allocated(x.device) - before - left)
 
 
-def _inputs(
-    shape: tuple[int, int, int], count: int, device: torch.device, dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    rows, features, out = shape
-    return [
-        (
-            torch.randn(rows, features, device=device, dtype=dtype, requires_grad=True),
-            torch.randn(rows, out, device=device, dtype=dtype),
-        )
-        for _ in range(count)
-    ]
-
-
 def benchmark(
     shape: tuple[int, int, int],
     variants: list[RMMConfig],
@@ -102,9 +89,13 @@ def benchmark(
         are empty on a processor.
     """
     rows, features, out = shape
-    exact = nn.Linear(features, out, device=device, dtype=dtype)
-    layers = [RMMLinear(features, out, device=device, dtype=dtype, config=config) for config in variants]
-    inputs = _inputs(shape, _ROTATING, device, dtype)
+    kind: dict[str, Any] = {"device": device, "dtype": dtype}
+    exact = nn.Linear(features, out, **kind)
+    layers = [RMMLinear(features, out, **kind, config=config) for config in variants]
+    inputs = [
+        (torch.randn(rows, features, **kind, requires_grad=True), torch.randn(rows, out, **kind))
+        for _ in range(_ROTATING)
+    ]
     rotating = itertools.cycle(inputs)
     times: list[list[float]] = []
     for repeat in range(repeats + 3):

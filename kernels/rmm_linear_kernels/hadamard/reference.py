@@ -154,7 +154,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     order = hadamard_order(block_rows)
     # Row j * blocks + k is row j of block k; the last stride reaches the blocks before this one.
     first_short = rows - (block_rows - 1) * blocks
-    if not seed.is_cpu or random.STANDS_IN_FOR_GPU:
+    if not random.is_drawn_on_cpu(seed):
         stride = sign_stride(block_rows)
         words = order if order & (order - 1) else 1
         signs, keys = signs_and_keys(seed, blocks * stride, words, dtype=dtype)
@@ -231,14 +231,9 @@ def hadamard_sketch(
     # Half precision is widened slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
     full = rows // blocks
     step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
-    if step >= blocks:
-        return _mixed_slab(x, mixing, ones, mean, 0, blocks, scale, dtype)
-    return torch.cat(
-        [
-            _mixed_slab(x, mixing, ones, mean, first, min(first + step, blocks), scale, dtype)
-            for first in range(0, blocks, step)
-        ]
-    )
+    ends = [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
+    slabs = [_mixed_slab(x, mixing, ones, mean, first, end, scale, dtype) for first, end in ends]
+    return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
 
 
 def _mixed_slab(

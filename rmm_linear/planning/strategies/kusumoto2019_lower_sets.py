@@ -15,9 +15,8 @@ may be exponentially many; the approximate one looks at {} and V and the ancesto
 The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
 coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
 
-Here the chains of a range of caps are proposals: `order_of_segments` brings them to the training graph, where each
-value is freed after its last use, and the simulator says what each takes. The last block need not be computed again,
-for the backward pass begins with it; each chain is proposed with it kept and without.
+Here the chains of a range of caps are proposals: `orders_of_segments` brings them to the training graph, where each
+value is freed after its last use.
 """
 
 import math
