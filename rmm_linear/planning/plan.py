@@ -1,5 +1,6 @@
 """What was planned, in numbers that a user can read: `print(plan)`."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,9 +95,7 @@ class CheckpointPlan:
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
         kept_plain, kept = self.plain.forward_live, self.planned.forward_live
-        times = [0] * len(self.graph.runnable)
-        for index in self.schedule.order:
-            times[index] += 1
+        times = Counter(self.schedule.order)
         blocks: dict[str, BlockPlan] = {}
         for position, op in enumerate(self.graph.ops):
             name = _cut(op.block, depth)
