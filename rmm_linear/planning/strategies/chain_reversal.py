@@ -172,10 +172,6 @@ class ChainView:
             self.backward[turn].append(op)
             self.internals[turn].update(index for index in reads if index not in self.always)
 
-    def bytes_of(self, storages: Iterable[int]) -> int:
-        """Return the size of some storages."""
-        return sum(self.graph.storages[index].size_bytes for index in storages)
-
 
 def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
     """Return the order of computations, with repetitions, that actions on a chain of stages stand for.

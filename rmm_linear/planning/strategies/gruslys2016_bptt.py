@@ -173,8 +173,8 @@ class GruslysBPTT(Strategy):
             stages = len(view.stages)
             if stages < 2:
                 continue
-            hidden = sum(view.bytes_of(state) for state in view.state) / (stages - 1)
-            internal = sum(view.bytes_of(storages) for storages in view.internals) / stages
+            hidden = sum(graph.sizes[index] for state in view.state for index in state) / (stages - 1)
+            internal = sum(graph.sizes[index] for storages in view.internals for index in storages) / stages
             alpha = min(stages, max(1, round(internal / hidden))) if hidden else 1
             kinds: tuple[tuple[Kind, int, int], ...] = (("hsm", 1, 1), ("ism", 1, 1), ("msm", alpha, 2))
             for kind, units, share in kinds:

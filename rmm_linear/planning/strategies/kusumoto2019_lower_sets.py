@@ -174,7 +174,6 @@ class LowerSetProgram:
 
     def __init__(self, nodes: NodeGraph, lower_sets: NDArray[np.bool_]) -> None:
         """Prepare the terms of eqs. 1 and 2 for each pair of lower sets, of which the last has all nodes."""
-        self.nodes = nodes
         self.lower_sets = lower_sets
         costs, sizes = np.array(nodes.costs, dtype=float), np.array(nodes.sizes, dtype=float)
         inside = np.ascontiguousarray(lower_sets.T)

@@ -12,7 +12,7 @@ def test_crossing_bytes_are_those_that_stages_after_a_cut_read():
         assert prices[0] == prices[-1] == 0
         for cut in range(1, graph.forward_count):
             view = ChainView(graph, segments_of_cuts(graph.forward_count, [cut]))
-            assert prices[cut] == view.bytes_of(view.state[1])
+            assert prices[cut] == sum(graph.sizes[index] for index in view.state[1])
             crossing = {
                 index
                 for op in graph.ops[cut : graph.forward_count]
