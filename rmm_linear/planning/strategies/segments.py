@@ -81,7 +81,7 @@ def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
 
 
 def orders_of_cuts(graph: Graph, cuts: Iterable[tuple[int, ...]]) -> Iterator[list[int]]:
-    """Yield the orders for segments between the places of each cut; none for a graph without a backward pass."""
-    if graph.forward_count < len(graph.ops):
+    """Yield the orders for segments between the places of each cut; none for a graph of one pass alone."""
+    if 0 < graph.forward_count < len(graph.ops):
         for places in dict.fromkeys(cuts):
             yield from orders_of_segments(graph, segments_of_cuts(graph.forward_count, places))
