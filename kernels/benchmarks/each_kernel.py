@@ -15,7 +15,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,28 +60,11 @@ class Case:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the results file; empty where there is nothing to tell."""
-
-    hardware: str
-    dtype: str
-    op: str
-    name: str
-    shape: str
-    reference_us: float | str = ""
-    kernel_us: float | str = ""
-    kernel_us_q20: float | str = ""
-    kernel_us_q80: float | str = ""
-    kernel_over_reference: float | str = ""
-    reference_error: float | str = ""
-    kernel_error: float | str = ""
-    note: str = ""
-    failed: bool = False
-    repeats: int = 0
-    torch: str = torch.__version__
-    triton: str = ""
-    commit: str = ""
+# Columns of the results file that are empty where there is nothing to tell.
+_FIGURES = (
+    *("reference_us", "kernel_us", "kernel_us_q20", "kernel_us_q80", "kernel_over_reference"),
+    *("reference_error", "kernel_error"),
+)
 
 
 def implementation(case: Case, module: str) -> Callable[..., Any]:
@@ -90,16 +73,7 @@ def implementation(case: Case, module: str) -> Callable[..., Any]:
 
 
 def cases(shapes: tuple[tuple[int, int], ...], *, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Make every case.
-
-    Args:
-        shapes: (rows, features) of x.
-        device: Where tensors are made.
-        dtype: Dtype of x.
-
-    Yields:
-        The cases of one shape after those of another.
-    """
+    """Make every case of x with shapes (rows, features), the cases of one shape after those of another."""
     seed = torch.tensor(7, device=device)
     for shape in shapes:
         rows, features = shape
@@ -158,15 +132,8 @@ def measured_errors(case: Case, launcher: Callable[..., Any] | None) -> tuple[fl
     return error(reference), None if launcher is None else error(launcher)
 
 
-def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> Row:
-    """Time one case and measure its error.
-
-    Args:
-        case: What to call.
-        device: Where.
-        dtype: Dtype of x and g.
-        repeats: Timed repetitions, after two that are not.
-    """
+def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+    """Time one case and measure its error; `repeats` are timed, after two that are not."""
     launcher = implementation(case, "kernel") if device.type == "cuda" else None
     calls = {"reference": implementation(case, "reference")}
     if launcher is not None:
@@ -193,20 +160,25 @@ def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: in
         failed = not kernel_error <= 2 * reference_error + 1e-5
         note = f"error {kernel_error:.3g}, the reference's {reference_error:.3g}" if failed else ""
     rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
-    return _row(case, device, dtype, note=note, failed=failed, repeats=repeats, **rounded)
+    return _row(case, device, dtype, rounded, note=note, failed=failed, repeats=repeats)
 
 
-def _row(case: Case, device: torch.device, dtype: torch.dtype, **figures: Any) -> Row:
-    return Row(
-        hardware=hardware_name(device),
-        dtype=str(dtype).removeprefix("torch."),
-        op=case.op,
-        name=case.name,
-        shape=" x ".join(map(str, case.shape)),
-        triton=_triton_version(),
-        commit=commit_name(),
+def _row(
+    case: Case, device: torch.device, dtype: torch.dtype, figures: dict[str, float], **outcome: Any
+) -> dict[str, Any]:
+    return {
+        "hardware": hardware_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "op": case.op,
+        "name": case.name,
+        "shape": " x ".join(map(str, case.shape)),
+        **dict.fromkeys(_FIGURES, ""),
         **figures,
-    )
+        **outcome,
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "commit": commit_name(),
+    }
 
 
 def _triton_version() -> str:
@@ -216,21 +188,14 @@ def _triton_version() -> str:
         return "none"
 
 
-def _printed(row: Row) -> str:
-    cells = (row.reference_us, row.kernel_us, row.kernel_over_reference)
-    errors = f"{row.kernel_error} / {row.reference_error}"
-    return f"{row.name:48}{row.shape:22}" + "".join(f"{cell:>14}" for cell in cells) + f"{errors:>24}  {row.note}"
+def _printed(row: dict[str, Any]) -> str:
+    cells = "{reference_us:>14}{kernel_us:>14}{kernel_over_reference:>14}".format_map(row)
+    errors = "{kernel_error} / {reference_error}".format_map(row)
+    return f"{row['name']:48}{row['shape']:22}{cells}{errors:>24}  {row['note']}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every case and write one CSV file.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status: 1 where a kernel failed or is less exact than it may be.
-    """
+    """Measure every case and write one CSV file; the exit status is 1 where a kernel failed or is not exact enough."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for tiny shapes and the references alone")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -251,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{hardware}, {options.dtype}, torch {torch.__version__}, triton {_triton_version()}, commit {commit_name()}")
     heads = ("reference us", "kernel us", "kernel / ref.")
     print(f"{'':70}" + "".join(f"{head:>14}" for head in heads) + f"{'error, kernel / ref.':>24}")
-    found: list[Row] = []
+    found: list[dict[str, Any]] = []
     path = options.results / f"kernels-{slug(hardware)}-{options.dtype}.csv"
     for case in chosen:
         try:
@@ -259,13 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:
             # The others' figures are worth having all the same.
             note = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            row = _row(case, device, dtype, note=note, failed=True)
+            row = _row(case, device, dtype, {}, note=note, failed=True, repeats=0)
         found.append(row)
         print(_printed(row), flush=True)
         # After each: a run that is ended early has measured something.
-        write_csv(path, [asdict(row) for row in found])
+        write_csv(path, found)
     print(f"written to {path}")
-    return 1 if any(row.failed for row in found) else 0
+    return 1 if any(row["failed"] for row in found) else 0
 
 
 if __name__ == "__main__":

@@ -111,13 +111,7 @@ def _other_tests() -> dict[str, list[str]]:
 
 
 def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
-    """Run one stage.
-
-    Args:
-        stage: What to run.
-        seconds: After how long it is ended, with all processes that it started.
-        folder: Where the output of each command goes.
-    """
+    """Run one stage, and end all processes that it started after so many seconds; their output goes to the folder."""
     missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     if missing or seconds <= 0:
         return Outcome(stage.name, "skipped", f"not installed: {', '.join(missing)}" if missing else "no time was left")
@@ -172,14 +166,7 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the stages.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-
-    Returns:
-        The exit status: 0 if no stage failed, 1 if one did, 2 without a GPU.
-    """
+    """Run the stages; the exit status is 0 if no stage failed, 1 if one did, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for all stages")
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="only these stages")

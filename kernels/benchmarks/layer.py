@@ -16,8 +16,8 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from measuring import device_of, hardware_name, milliseconds, quantiles
@@ -35,40 +35,6 @@ SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 15
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
 _ROTATING = 3
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the results file; times in milliseconds, ratios to nn.Linear within a repetition.
-
-    The transient bytes are empty on a processor.
-    """
-
-    hardware: str
-    threads: int
-    dtype: str
-    rows: int
-    in_features: int
-    out_features: int
-    sketch: str
-    center: bool
-    storage: str
-    ratio: float
-    time_ratio: float
-    time_ratio_q20: float
-    time_ratio_q80: float
-    linear_ms: float
-    sketched_ms: float
-    kept_bytes: int
-    said_bytes: int
-    input_bytes: int
-    linear_transient_bytes: int | str
-    transient_bytes: int | str
-    repeats: int
-    kernels: str
-    torch: str
-    rmm_linear: str
-    commit: str
 
 
 def _forget_gradients(layer: nn.Module, x: Tensor) -> None:
@@ -101,19 +67,6 @@ def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
     return max(forward, torch.cuda.max_memory_allocated(x.device) - before - left)
 
 
-def _inputs(
-    shape: tuple[int, int, int], count: int, device: torch.device, dtype: torch.dtype
-) -> list[tuple[Tensor, Tensor]]:
-    rows, features, out = shape
-    return [
-        (
-            torch.randn(rows, features, device=device, dtype=dtype, requires_grad=True),
-            torch.randn(rows, out, device=device, dtype=dtype),
-        )
-        for _ in range(count)
-    ]
-
-
 def benchmark(
     shape: tuple[int, int, int],
     variants: list[RMMConfig],
@@ -121,7 +74,7 @@ def benchmark(
     device: torch.device,
     dtype: torch.dtype,
     repeats: int,
-) -> Iterator[Row]:
+) -> Iterator[dict[str, Any]]:
     """Time all variants of one shape next to nn.Linear.
 
     Args:
@@ -130,11 +83,19 @@ def benchmark(
         device: Where to run.
         dtype: Dtype of parameters and inputs.
         repeats: Timed repetitions, after three that are not.
+
+    Yields:
+        Lines of the results file: times in milliseconds, ratios to nn.Linear within a repetition. The transient bytes
+        are empty on a processor.
     """
     rows, features, out = shape
-    exact = nn.Linear(features, out, device=device, dtype=dtype)
-    layers = [RMMLinear(features, out, device=device, dtype=dtype, config=config) for config in variants]
-    inputs = _inputs(shape, _ROTATING, device, dtype)
+    kind: dict[str, Any] = {"device": device, "dtype": dtype}
+    exact = nn.Linear(features, out, **kind)
+    layers = [RMMLinear(features, out, **kind, config=config) for config in variants]
+    inputs = [
+        (torch.randn(rows, features, **kind, requires_grad=True), torch.randn(rows, out, **kind))
+        for _ in range(_ROTATING)
+    ]
     rotating = itertools.cycle(inputs)
     times: list[list[float]] = []
     for repeat in range(repeats + 3):
@@ -148,52 +109,46 @@ def benchmark(
         x = inputs[0][0]
         # x itself is excluded: an exact layer would keep it, and here it lives as an input anyway.
         kept = measure_kept_bytes(layer, x, exclude=[layer, x])
-        yield Row(
-            hardware=hardware_name(device),
-            threads=torch.get_num_threads(),
-            dtype=str(dtype).removeprefix("torch."),
-            rows=rows,
-            in_features=features,
-            out_features=out,
-            sketch=config.sketch,
-            center=config.center,
-            storage=config.storage or "",
-            ratio=config.ratio,
-            time_ratio=round(middle, 4),
-            time_ratio_q20=round(low, 4),
-            time_ratio_q80=round(high, 4),
-            linear_ms=round(float(table[:, 0].median()), 3),
-            sketched_ms=round(float(table[:, index].median()), 3),
-            kept_bytes=kept,
-            said_bytes=config.saved_bytes(rows, features, dtype),
-            input_bytes=x.numel() * x.element_size(),
-            linear_transient_bytes=linear_transient,
-            transient_bytes=_transient_bytes(layer, *inputs[0]),
-            repeats=repeats,
-            kernels=os.environ.get("RMM_LINEAR_KERNELS", "auto"),
-            torch=torch.__version__,
-            rmm_linear=__version__,
-            commit=commit_name(),
-        )
+        yield {
+            "hardware": hardware_name(device),
+            "threads": torch.get_num_threads(),
+            "dtype": str(dtype).removeprefix("torch."),
+            "rows": rows,
+            "in_features": features,
+            "out_features": out,
+            "sketch": config.sketch,
+            "center": config.center,
+            "storage": config.storage or "",
+            "ratio": config.ratio,
+            "time_ratio": round(middle, 4),
+            "time_ratio_q20": round(low, 4),
+            "time_ratio_q80": round(high, 4),
+            "linear_ms": round(float(table[:, 0].median()), 3),
+            "sketched_ms": round(float(table[:, index].median()), 3),
+            "kept_bytes": kept,
+            "said_bytes": config.saved_bytes(rows, features, dtype),
+            "input_bytes": x.numel() * x.element_size(),
+            "linear_transient_bytes": linear_transient,
+            "transient_bytes": _transient_bytes(layer, *inputs[0]),
+            "repeats": repeats,
+            "kernels": os.environ.get("RMM_LINEAR_KERNELS", "auto"),
+            "torch": torch.__version__,
+            "rmm_linear": __version__,
+            "commit": commit_name(),
+        }
 
 
-def _print_row(row: Row) -> None:
-    name = row.sketch + (" + center" if row.center else "") + (f", {row.storage}" if row.storage else "")
-    spread = f"{row.time_ratio:.3f} ({row.time_ratio_q20:.3f}/{row.time_ratio_q80:.3f})"
-    size = f"{row.rows} x {row.in_features} -> {row.out_features}"
-    transient = f"{row.transient_bytes / 2**20:.1f} MiB" if isinstance(row.transient_bytes, int) else ""
-    print(
-        f"{size:24}{name:26}{row.ratio:>6g}{spread:>28}{row.kept_bytes / row.input_bytes:>14.3f}{transient:>12}",
-        flush=True,
-    )
+def _print_row(row: dict[str, Any]) -> None:
+    name = row["sketch"] + (" + center" if row["center"] else "") + (f", {row['storage']}" if row["storage"] else "")
+    spread = "{time_ratio:.3f} ({time_ratio_q20:.3f}/{time_ratio_q80:.3f})".format_map(row)
+    size = "{rows} x {in_features} -> {out_features}".format_map(row)
+    kept, transient_bytes = row["kept_bytes"] / row["input_bytes"], row["transient_bytes"]
+    transient = f"{transient_bytes / 2**20:.1f} MiB" if isinstance(transient_bytes, int) else ""
+    print(f"{size:24}{name:26}{row['ratio']:>6g}{spread:>28}{kept:>14.3f}{transient:>12}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark and write one CSV file.
-
-    Args:
-        arguments: Command line, `sys.argv[1:]` by default.
-    """
+    """Run the benchmark and write one CSV file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -219,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         for ratio in RATIOS
     ]
     torch.manual_seed(0)
-    found: list[Row] = []
+    found: list[dict[str, Any]] = []
     hardware = hardware_name(device)
     print(f"{hardware}, {torch.get_num_threads()} threads, {dtype_name}, torch {torch.__version__}")
     print(
@@ -232,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
             found.append(row)
             _print_row(row)
         # After each: a run that is ended early has measured something.
-        write_csv(path, [asdict(row) for row in found])
+        write_csv(path, found)
     print(f"written to {path}")
     return 0
 

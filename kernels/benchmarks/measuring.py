@@ -17,11 +17,7 @@ _HEAD_START = 2_000_000
 
 @cache
 def hardware_name(device: torch.device) -> str:
-    """Return the GPU's name, or the processor's with its number of cores.
-
-    Returns:
-        A name for people, the same for every run on one machine.
-    """
+    """Return the GPU's name, or the processor's with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -48,10 +44,6 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
     On CUDA the device is held up while the host enqueues the call, so that the time is the device's own and not that of
     launches which come late.
-
-    Args:
-        call: What to time.
-        device: Where it runs.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -68,20 +60,12 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def quantiles(values: Tensor) -> tuple[float, float, float]:
-    """Return the 20 % quantile, the median and the 80 % quantile.
-
-    Args:
-        values: Numbers, shape (repeats,).
-    """
+    """Return the 20 % quantile, the median and the 80 % quantile of a vector."""
     low, middle, high = values.double().quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
     return low, middle, high
 
 
 def rotating_count(size_bytes: int, device: torch.device) -> int:
-    """Return how many inputs must take turns so that none is found in the cache of the device.
-
-    Returns:
-        At least 3, at most 64.
-    """
+    """Return how many inputs, 3 to 64, must take turns so that none is found in the cache of the device."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return max(3, min(64, -(-3 * cache // max(1, size_bytes))))

@@ -2,10 +2,11 @@
 
 import argparse
 import csv
+import io
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,15 @@ RESULTS = Path(__file__).parent / "results"
 @cache
 def commit_name() -> str:
     """Return the working tree's commit, with a + when it holds uncommitted changes."""
-    here = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit + ("+" if changes else "")
 
 
 def slug(name: str) -> str:
-    """Return a name as a part of a file's name.
-
-    Args:
-        name: Such as `hardware_name` returns.
-
-    Returns:
-        Lower case, with a dash for each character that is no letter and no digit.
-    """
+    """Return a name as a part of a file's name: lower case, a dash for each character that is no letter or digit."""
     return "".join(character if character.isalnum() else "-" for character in name.lower()).strip("-")
 
 
@@ -63,17 +47,10 @@ def write_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a table whole or not at all.
-
-    Args:
-        path: The file.
-        rows: Lines with the same columns, at least one.
-    """
-    rows = list(rows)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, path)
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table of at least one row, all with the same columns, whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())

@@ -39,7 +39,7 @@ from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
-from rmm_linear.planning.strategies.chain_reversal import StepBytes
+from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
 State = Any
 Cell = Callable[[Tensor, State], Any]
@@ -162,7 +162,6 @@ def bptt_checkpoint(
             run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
-    assert run.output_structure is not None
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
 
 
@@ -320,6 +319,8 @@ class _Run:
     """One pass over a sequence: what is held, and the three verbs."""
 
     plan: BPTTPlan
+    # the plan's actions that are still to come
+    remaining: Iterator[Action]
     input_needs: bool
     state_needs: tuple[bool, ...]
     inputs: Tensor
@@ -329,7 +330,8 @@ class _Run:
     def __init__(self, cell: Cell, structure: pytree.TreeSpec, steps: int, preserve_rng_state: bool) -> None:
         self.cell = cell
         self.structure = structure
-        self.output_structure: pytree.TreeSpec | None = None
+        # of what the first step returned
+        self.output_structure: Any = None
         self.steps = steps
         self.preserve_rng_state = preserve_rng_state
         # pairs (output, state) of places that hold the same tensor
@@ -337,7 +339,7 @@ class _Run:
         self.states: dict[int, _State] = {}
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
-        self.remaining: Iterator[Any] | None = None
+        self.is_used_up = False
         self.pager: Pager | None = None
         # states that lie with the pager, by their number
         self.paged: dict[int, Any] = {}
@@ -347,13 +349,11 @@ class _Run:
 
     def plain(self, inputs: Tensor, leaves: list[Tensor]) -> tuple[Any, State]:
         collected: list[list[Tensor]] = []
-        structure = None
         for step in inputs.unbind(0):
-            outputs, leaves, structure = _split(self.cell(step, self._state(leaves)), self.structure)
+            outputs, leaves = self._split(self.cell(step, self._state(leaves)))
             collected.append(outputs)
-        assert structure is not None
         stacked = [torch.stack(parts) for parts in zip(*collected, strict=True)]
-        return pytree.tree_unflatten(stacked, structure), self._state(leaves)
+        return pytree.tree_unflatten(stacked, self.output_structure), self._state(leaves)
 
     def start(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
         self.generators = _Generators(inputs.device)
@@ -377,26 +377,22 @@ class _Run:
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
         """Run steps without a graph from the latest state that is there, and return the state before `target`."""
-        latest, (leaves, generators) = self._latest(target)
+        if self.passing is not None:
+            (latest, (leaves, generators)), self.passing = self.passing, None
+        else:
+            latest = target
+            while latest not in self.states and latest not in self.paged:
+                latest -= 1
+            leaves, generators = self.states[latest] if latest in self.states else self._fetched(latest)
         if outputs is None and self.preserve_rng_state:
             self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
             for number in range(latest, target):
-                found, leaves, _ = self._split(self.cell(self.inputs[number], self._state(leaves)))
+                found, leaves = self._split(self.cell(self.inputs[number], self._state(leaves)))
                 if outputs is not None:
                     outputs(number, found)
                 del found
         return leaves
-
-    def _latest(self, target: int) -> tuple[int, _State]:
-        """Return the latest state that is there, up to the one before `target`, and its number."""
-        if self.passing is not None:
-            passing, self.passing = self.passing, None
-            return passing
-        latest = target
-        while latest not in self.states and latest not in self.paged:
-            latest -= 1
-        return latest, self.states[latest] if latest in self.states else self._fetched(latest)
 
     def with_graph(
         self, number: int, leaves: list[Tensor], outputs: Callable[[int, list[Tensor]], None] | None
@@ -405,7 +401,7 @@ class _Run:
         state = [_leaf(leaf, needs_gradient=number > 0 or self.state_needs[place]) for place, leaf in enumerate(leaves)]
         step = _leaf(self.inputs[number], needs_gradient=self.input_needs)
         with torch.enable_grad(), self._as_in_forward():
-            found, following, _ = self._split(self.cell(step, self._state(state)))
+            found, following = self._split(self.cell(step, self._state(state)))
         if outputs is not None:
             outputs(number, [output.detach() for output in found])
         # edges and no tensors: an output is nothing that has to be kept
@@ -414,7 +410,6 @@ class _Run:
 
     def forward(self, outputs: Callable[[int, list[Tensor]], None]) -> list[Tensor]:
         """Run the first pass, and return the final state."""
-        assert self.remaining is not None
         for kind, stage in self.remaining:
             leaves = self.advance(stage, outputs)
             if kind == "hold":
@@ -443,10 +438,11 @@ class _Run:
         now = self.generators.get() if self.preserve_rng_state else None
         try:
             self._reverse(self.steps - 1, passing)
-            for kind, stage in self._rest():
+            for kind, stage in self.remaining:
                 if kind == "hold":
                     self._pin(stage, self.advance(stage, None))
-                elif kind == "release":
+                elif kind == "release" or stage == self.steps - 1:
+                    # the last step, if it was stored, is still to be reversed in the schedule, and has been
                     self._unpin(stage)
                 elif kind == "store":
                     leaves = self.advance(stage, None)
@@ -461,7 +457,7 @@ class _Run:
                         self._unpin(stage)
                         self._unpin(stage + 1)
         finally:
-            self.remaining = None
+            self.is_used_up = True
             if self.pager is not None:
                 self.pager.close()
             if now is not None:
@@ -474,16 +470,6 @@ class _Run:
             step, following = self.with_graph(number, self.advance(number, None), None)
             del following
         passing.through(number, step)
-
-    def _rest(self) -> Iterator[Any]:
-        """The actions after the last step's reversal."""
-        assert self.remaining is not None
-        for kind, stage in self.remaining:
-            # the reversal of a last step that was stored is still to come in the schedule, and has been done
-            if kind == "reverse" and stage == self.steps - 1:
-                self._unpin(stage)
-                continue
-            yield kind, stage
 
     def _pin(self, number: int, leaves: list[Tensor]) -> None:
         if number not in self.states:
@@ -509,7 +495,7 @@ class _Run:
     def _state(self, leaves: list[Tensor]) -> State:
         return pytree.tree_unflatten(leaves, self.structure)
 
-    def _split(self, returned: Any) -> tuple[list[Tensor], list[Tensor], pytree.TreeSpec]:
+    def _split(self, returned: Any) -> tuple[list[Tensor], list[Tensor]]:
         outputs, following, structure = _split(returned, self.structure)
         if self.output_structure is None:
             self.output_structure = structure
@@ -519,15 +505,13 @@ class _Run:
                 for other, leaf in enumerate(following)
                 if output is leaf
             ]
-        return outputs, following, structure
+        return outputs, following
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         # the cache must be off: what a step without a graph puts there has no gradient
-        if self.autocast is None:
-            return nullcontext()
-        if not self.autocast["enabled"] and not torch.is_autocast_enabled(self.autocast["device_type"]):
-            return nullcontext()
-        return torch.autocast(**self.autocast, cache_enabled=False)
+        if self.autocast and (self.autocast["enabled"] or torch.is_autocast_enabled(self.autocast["device_type"])):
+            return torch.autocast(**self.autocast, cache_enabled=False)
+        return nullcontext()
 
 
 class _Gradients:
@@ -547,7 +531,14 @@ class _Gradients:
 
     def through(self, number: int, step: _Step) -> None:
         """Take the gradients through a step."""
-        roots = self._roots(number, step)
+        shared = {output for output, _ in self._shared}
+        roots: list[tuple[Any, Tensor]] = []
+        for place, edge in enumerate(step.outputs):
+            of_output = self._of_outputs[place]
+            if place not in shared and edge is not None and of_output is not None:
+                roots.append((edge, of_output[number]))
+        following = zip(step.following, self.of_state, strict=True)
+        roots += [(edge, gradient) for edge, gradient in following if edge is not None and gradient is not None]
         differentiable = bool(roots)
         # first summands: what the outputs say of the state before this step, and what later steps say of parameters,
         # which for one that a step uses once may as well be added afterwards (and is faster)
@@ -578,18 +569,6 @@ class _Gradients:
         del found[: len(self.totals)]
         self.totals = of_parameters if self._several else list(map(_sum, self.totals, of_parameters))
         self.of_state = [found.pop(0) if leaf.requires_grad else None for leaf in step.state]
-
-    def _roots(self, number: int, step: _Step) -> list[tuple[Any, Tensor]]:
-        shared = {output for output, _ in self._shared}
-        roots: list[tuple[Any, Tensor]] = []
-        for place, edge in enumerate(step.outputs):
-            of_output = self._of_outputs[place]
-            if place not in shared and edge is not None and of_output is not None:
-                roots.append((edge, of_output[number]))
-        for edge, gradient in zip(step.following, self.of_state, strict=True):
-            if edge is not None and gradient is not None:
-                roots.append((edge, gradient))
-        return roots
 
 
 class _BPTT(torch.autograd.Function):
@@ -624,7 +603,7 @@ class _BPTT(torch.autograd.Function):
                 " loop where create_graph=True is needed"
             )
         run: _Run = ctx.run
-        if run.remaining is None:
+        if run.is_used_up:
             raise RuntimeError(
                 "trying to go backward through bptt_checkpoint a second time: what was kept has been used up; run the"
                 " forward pass again"

@@ -196,14 +196,7 @@ def is_planned(model: nn.Module) -> bool:
 
 
 def remove_checkpointing(model: nn.Module) -> nn.Module:
-    """Let a model, and every module in it, run as it was written.
-
-    Args:
-        model: A model that `checkpoint_model` was called on, or that holds such modules.
-
-    Returns:
-        The model.
-    """
+    """Let a model, and every module in it that `checkpoint_model` was called on, run as written; return the model."""
     for module in model.modules():
         if isinstance(module._compiled_call_impl, PlannedStep):
             del module._compiled_call_impl
@@ -266,16 +259,9 @@ def apply_schedule(
     gradients: str = "kept",
     page_to: str | Path | None = None,
 ) -> PlannedStep:
-    """Run a training step by a given schedule.
+    """Run a training step by a given schedule for the captured step, for instance one that was saved as JSON.
 
-    Args:
-        model: The model, in the mode in which it is trained.
-        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss, or the loss among other things; None if
-            the model itself returns it.
-        sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
-        schedule: A schedule for the captured step, for instance one that was saved as JSON.
-        gradients: What it was planned for; see `checkpoint_step`.
-        page_to: Where it pages tensors, if it does; see `checkpoint_step`.
+    The other arguments are those of `checkpoint_step`; `gradients` and `page_to` are what the schedule was planned for.
 
     Returns:
         The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.

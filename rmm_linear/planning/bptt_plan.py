@@ -94,13 +94,9 @@ def plan_of(actions: Iterable[Action], steps: int, sizes: StepBytes) -> BPTTPlan
 def plan_for_slots(steps: int, slots: int, sizes: StepBytes, *, strategy: gruslys.Kind) -> BPTTPlan:
     """Return the plan of the fewest forward steps for a number of places, as the paper counts them.
 
-    Args:
-        steps: Length of the sequence, at least 1.
-        slots: "hsm": hidden states, the initial one included. "ism": internal states, that of the step being
-            differentiated included. "msm": places of the size of a hidden state, beside the initial state and the
-            step being differentiated; 0 is possible.
-        sizes: What a step leaves behind.
-        strategy: Which of the three.
+    The places are hidden states ("hsm"), the initial one included; or internal states ("ism"), that of the step being
+    differentiated included; or places of the size of a hidden state ("msm"), beside the initial state and the step
+    being differentiated; 0 is possible.
 
     Raises:
         ValueError: If the strategy is unknown, or the slots are too few.

@@ -61,10 +61,6 @@ class ChangingOrder:
         """Return the number of computations before a key."""
         return bisect_left(self.keys, key)
 
-    def is_above(self, key: int) -> bool:
-        """Tell whether more is in memory during a computation than the budget."""
-        return key in self.op_at and self.during[self.place(key)] > self._budget_bytes
-
     def keys_before(self, key: int, count: int) -> list[int]:
         """Return keys for computations that come right before another one; none where there is no room left."""
         place = self.place(key)

@@ -228,19 +228,7 @@ class Graph:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the graph as plain data, for JSON and `from_dict`."""
-        return {
-            "version": _VERSION,
-            "cost_unit": self.cost_unit,
-            "storages": [asdict(storage) for storage in self.storages],
-            "ops": [
-                {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(op).items()}
-                for op in self.ops
-            ],
-            "outputs": list(self.outputs),
-            "results": list(self.results),
-            "gradients": list(self.gradients),
-            "page_cost": self.page_cost,
-        }
+        return {"version": _VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Graph":
@@ -252,18 +240,13 @@ class Graph:
         if not isinstance(plain, dict) or plain.get("version") != _VERSION:
             raise ValueError(f"this is no graph of version {_VERSION}: pass what Graph.to_dict returned")
         try:
-            return cls(
-                ops=tuple(
-                    Op(**{**op, **{name: tuple(op[name]) for name in ("reads", "writes", "holds_back")}})
-                    for op in plain["ops"]
-                ),
-                storages=tuple(Storage(**storage) for storage in plain["storages"]),
-                outputs=tuple(plain["outputs"]),
-                results=tuple(plain["results"]),
-                gradients=tuple(plain["gradients"]),
-                cost_unit=plain["cost_unit"],
-                page_cost=plain.get("page_cost"),
+            ops = tuple(
+                Op(**{**op, **{name: tuple(op[name]) for name in ("reads", "writes", "holds_back")}})
+                for op in plain["ops"]
             )
+            storages = tuple(Storage(**storage) for storage in plain["storages"])
+            indices = {name: tuple(plain[name]) for name in ("outputs", "results", "gradients")}
+            return cls(ops, storages, cost_unit=plain["cost_unit"], page_cost=plain.get("page_cost"), **indices)
         except (KeyError, TypeError) as error:
             raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
 

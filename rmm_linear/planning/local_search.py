@@ -159,7 +159,7 @@ class LocalSearch:
                 now = self._made(changing, change)
                 if now is None or now > price * _AS_GOOD:
                     changing.undo(mark)
-                if not changing.is_above(key):
+                if key not in changing.op_at or changing.during[changing.place(key)] <= self._budget_bytes:
                     break
         return True
 

@@ -10,52 +10,36 @@ is left that holds it back.
 """
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.simulate import Proposal, peak_and_cost
 
 _MOST_STORAGES = 24
 
 
-@dataclass(frozen=True)
-class Optimum:
-    """The best order for a budget.
-
-    Attributes:
-        cost: Time of all its computations, in the graph's unit.
-        peak_bytes: Its peak; at most the budget.
-        order: Indices of ops, with repetitions.
-    """
-
-    cost: float
-    peak_bytes: int
-    order: tuple[int, ...]
-
-
-def cheapest_order(graph: Graph, budget_bytes: int) -> Optimum | None:
+def cheapest_order(graph: Graph, budget_bytes: int) -> Proposal | None:
     """Return the cheapest of all orders that fit a budget, the one of the least peak among these; None if none fits.
 
     Raises:
         ValueError: If the graph has more than 24 storages.
     """
-    return _search(graph, budget_bytes, by_peak=False)
+    return _search(graph, budget_bytes, [op.cost for op in graph.ops])
 
 
-def leanest_order(graph: Graph) -> Optimum:
-    """Return the order of the least peak, whatever it costs, the cheapest one among these.
+def leanest_order(graph: Graph) -> Proposal:
+    """Return an order of the least peak, whatever it costs.
 
     Raises:
         ValueError: If the graph has more than 24 storages.
     """
-    leanest = _search(graph, None, by_peak=True)
+    leanest = _search(graph, sum(graph.bytes_while_running), [0.0] * len(graph.ops))
     assert leanest is not None, "the plain program is an order"
-    cheapest = cheapest_order(graph, leanest.peak_bytes)
-    assert cheapest is not None, "the leanest order fits its own peak"
-    return cheapest
+    return leanest
 
 
-def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum | None:
-    """Dijkstra from nothing in memory to all outputs in memory; distances are (cost, peak) or (peak, cost)."""
+def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal | None:
+    """Dijkstra from nothing in memory to all outputs in memory; distances are (cost, peak)."""
     if len(graph.storages) > _MOST_STORAGES:
         raise ValueError(
             f"the graph has {len(graph.storages)} storages, and all orders are looked at up to {_MOST_STORAGES} only"
@@ -98,16 +82,20 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
         forward_is_over = has_backward and results and not op.is_backward and state & results == results
         return not state & later_random[position] and not forward_is_over
 
-    best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     came_from: dict[int, tuple[int, int]] = {}
-    waiting: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
+    waiting = [(0.0, 0, 0)]
     while waiting:
-        *distance, state = heapq.heappop(waiting)
-        if tuple(distance) > best[state]:
+        cost, peak, state = heapq.heappop(waiting)
+        if (cost, peak) > best[state]:
             continue
         if state & goal == goal:
-            peak, cost = distance if by_peak else reversed(distance)
-            return Optimum(cost, int(peak), _way(came_from, state))
+            order = []
+            while state:
+                state, position = came_from[state]
+                order += [position] if position >= 0 else []
+            order.reverse()
+            return Proposal(*peak_and_cost(graph, order), tuple(order))
         held = sum(size for index, size in enumerate(sizes) if state >> index & 1)
         steps = [
             (position, state | writes[position] | flag.get(position, 0), held + during[position])
@@ -117,12 +105,10 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
         may_go = state & ~outputs
         steps += [(-1, state & ~(1 << index), 0) for index in range(len(sizes)) if may_go >> index & 1]
         for position, following, bytes_there in steps:
-            if budget_bytes is not None and bytes_there > budget_bytes:
+            if bytes_there > budget_bytes:
                 continue
-            cost, peak = (distance[1], distance[0]) if by_peak else (distance[0], distance[1])
-            cost, peak = cost + (graph.ops[position].cost if position >= 0 else 0.0), max(peak, bytes_there)
-            found = (peak, cost) if by_peak else (cost, peak)
-            if found < best.get(following, (float("inf"), 0.0)):
+            found = cost + (costs[position] if position >= 0 else 0.0), max(peak, bytes_there)
+            if found < best.get(following, (float("inf"), 0)):
                 best[following] = found
                 came_from[following] = (state, position)
                 heapq.heappush(waiting, (*found, following))
@@ -131,12 +117,3 @@ def _search(graph: Graph, budget_bytes: int | None, *, by_peak: bool) -> Optimum
 
 def _mask(indices: tuple[int, ...]) -> int:
     return sum(1 << index for index in set(indices))
-
-
-def _way(came_from: dict[int, tuple[int, int]], state: int) -> tuple[int, ...]:
-    order = []
-    while state in came_from:
-        state, position = came_from[state]
-        if position >= 0:
-            order.append(position)
-    return tuple(reversed(order))

@@ -1,5 +1,6 @@
 """What was planned, in numbers that a user can read: `print(plan)`."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,9 +95,7 @@ class CheckpointPlan:
             while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
                 depth += 1
         kept_plain, kept = self.plain.forward_live, self.planned.forward_live
-        times = [0] * len(self.graph.runnable)
-        for index in self.schedule.order:
-            times[index] += 1
+        times = Counter(self.schedule.order)
         blocks: dict[str, BlockPlan] = {}
         for position, op in enumerate(self.graph.ops):
             name = _cut(op.block, depth)
@@ -142,9 +141,6 @@ class CheckpointPlan:
             sizes = self._sizes(sum(self.graph.sizes[index] for index in paged))
             time = f"{100 * self.paging_overhead:.1f} % of the plain step's time"
             yield f"paged out and back: {len(paged)} tensors, {sizes}; {time}"
-
-    def _is_sketch(self, index: int) -> bool:
-        return _is_sketch(self.graph.ops[self.graph.writer[index]])
 
     def __str__(self) -> str:
         return "\n".join([*self._headlines(), "", *self._table()])
@@ -195,7 +191,7 @@ class CheckpointPlan:
             )
         if any(_is_sketch(op) and not op.is_backward for op in self.graph.ops):
             sketches = [
-                sum(self.graph.storages[index].size_bytes for index in held if self._is_sketch(index))
+                sum(self.graph.sizes[i] for i in held if _is_sketch(self.graph.ops[self.graph.writer[i]]))
                 for held in (self.plain.forward_live, self.planned.forward_live)
             ]
             yield f"sketches at the end of the forward pass: {self._sizes(*sketches)}"

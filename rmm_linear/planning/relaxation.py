@@ -94,47 +94,40 @@ class Relaxation:
         codes = {code.name: code for code in coding.coded}
         memories = {memory.name: memory.codes for memory in coding.freed}
         freed = {index: memories[name] for index in wanted if (name := graph.storages[index].name) in memories}
-        keys: list[tuple[str, Any]] = [("keep", index) for index in self._storages]
-        keys += [("again", op) for op in ops]
-        keys += [("free", index) for index in freed]
-        keys += [("code", name) for name in codes]
-        place = {key: number for number, key in enumerate(keys)}
+        # an op that no result depends on may run for the first time after the moment
+        needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
+        there = {*graph.results} if moment is None else _forward_reads(graph, [moment])
+        there |= {index for index in graph.outputs if graph.writer[index] in needed}
+        # a variable, its bounds, its price, and the bytes that it takes
+        columns: list[tuple[tuple[str, Any], int, int, float, int]] = [
+            (("keep", index), int(index in there), 1, 0.0, graph.sizes[index]) for index in self._storages
+        ]
+        for number in ops:
+            op = graph.ops[number]
+            price, taken = (op.cost, op.state_bytes) if number in needed else (0.0, 0)
+            columns.append((("again", number), 0, int(op.is_recomputable), price, taken))
+        columns += [(("free", index), 0, 1, 0.0, 0) for index in freed]
+        columns += [(("code", name), 0, 1, prices[name], code.code_bytes) for name, code in codes.items()]
+        place = {key: number for number, (key, *_) in enumerate(columns)}
         rows: list[tuple[dict[Any, int], int]] = []
         for index in sorted(wanted):
             ways = {("keep", index): 1, ("again", graph.writer[index]): 1}
             rows.append((ways | {("free", index): 1} if index in freed else ways, 1))
         rows += [({("code", name): 1, ("free", index): -1}, 0) for index, names in freed.items() for name in names]
-        for op in ops:
-            rows += [
-                ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", op): -1}, 0)
-                for index in set(graph.ops[op].reads)
-            ]
-        # an op that no result depends on may run for the first time after the moment
-        needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
-        there = {*graph.results} if moment is None else _forward_reads(graph, [moment])
-        there |= {index for index in graph.outputs if graph.writer[index] in needed}
+        rows += [
+            ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", number): -1}, 0)
+            for number in ops
+            for index in set(graph.ops[number].reads)
+        ]
         fixed = 0 if moment is None else _bytes_of(graph, moment)
         fixed += sum(graph.sizes[index] for index in there if ("keep", index) not in place)
         self._fixed_bytes = fixed
-        bounds, cost, size = [], [], []
-        for kind, index in place:
-            bound, price, taken = (0, 1), 0.0, 0
-            if kind == "keep":
-                bound, taken = (int(index in there), 1), graph.sizes[index]
-            elif kind == "code":
-                price, taken = prices[index], codes[index].code_bytes
-            elif kind == "again":
-                op = graph.ops[index]
-                bound = (0, int(op.is_recomputable))
-                price, taken = (op.cost, op.state_bytes) if index in needed else (0.0, 0)
-            bounds.append(bound)
-            cost.append(price)
-            size.append(taken)
+        cost, size = [price for *_, price, _ in columns], [taken for *_, taken in columns]
         self._codes = list(codes)
         # numbers near 1 for the solver
         self._unit_bytes, self._unit_cost = max(size, default=0) or 1, max(cost, default=0) or 1.0
         self._cost = numpy.array(cost) / self._unit_cost
-        self._bounds = numpy.array(bounds)
+        self._bounds = numpy.array([(low, high) for _, low, high, *_ in columns])
         entries = [
             (number, place[key], float(-value)) for number, (row, _) in enumerate(rows) for key, value in row.items()
         ]

@@ -171,20 +171,6 @@ def _check_types(number: int, step: Step) -> None:
         raise ScheduleError(f"{where}: the target is no int", number)
 
 
-def _check_load(
-    graph: Graph, index: int, live: Collection[int], computed: Collection[int], number: int, where: str
-) -> None:
-    name = graph.storages[index].name
-    if graph.page_cost is None:
-        raise ScheduleError(f"{where}: {name!r} would be paged, and page_to names no place for pages", number)
-    if graph.writer[index] not in computed:
-        raise ScheduleError(f"{where}: {name!r} has not been computed, and has no page", number)
-    if index in live:
-        raise ScheduleError(f"{where}: {name!r} is in memory", number)
-    if index in graph.gradients:
-        raise ScheduleError(f"{where}: {name!r} is a gradient, which is handed over and not paged", number)
-
-
 def end_of_forward(graph: Graph, order: Sequence[int]) -> int:
     """Return the place at which the last result is computed first; -1 if there are none, or one is missing."""
     missing = {graph.writer[index] for index in graph.results}
@@ -230,7 +216,15 @@ def validate(graph: Graph, schedule: Schedule) -> None:
             )
         op = graph.runnable[step.target]
         if step.target >= len(graph.ops):
-            _check_load(graph, step.target - len(graph.ops), live, computed, number, where)
+            index = step.target - len(graph.ops)
+            for is_wrong, why in (
+                (graph.page_cost is None, "would be paged, and page_to names no place for pages"),
+                (graph.writer[index] not in computed, "has not been computed, and has no page"),
+                (index in live, "is in memory"),
+                (index in graph.gradients, "is a gradient, which is handed over and not paged"),
+            ):
+                if is_wrong:
+                    raise ScheduleError(f"{where}: {graph.storages[index].name!r} {why}", number)
         for index in op.reads:
             if index not in live:
                 state = "was freed" if graph.writer[index] in computed else "has not been computed"

@@ -48,6 +48,21 @@ class Simulation:
         return self.extra_cost / plain if plain else 0.0
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """An order of computations, and what it takes.
+
+    Attributes:
+        peak_bytes: Its peak.
+        cost: Time of all its computations, in the graph's unit.
+        order: Indices of ops, with repetitions.
+    """
+
+    peak_bytes: int
+    cost: float
+    order: tuple[int, ...]
+
+
 def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     """Run a schedule without computing anything, and return its peak, cost and timeline.
 

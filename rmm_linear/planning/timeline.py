@@ -1,12 +1,12 @@
 """What is in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
+from rmm_linear.planning.simulate import simulate
 
 # The kinds, from the bottom of the figure to its top.
 KINDS = ("results and gradients", "activations", "computed or loaded again", "backward", "temporary")
@@ -17,28 +17,23 @@ _MIB = 2**20
 def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
     """Say what is in memory while each op of a schedule runs: for each of `KINDS`, the bytes at every computation.
 
-    They add up to the simulator's.
+    They add up to the simulator's; random states count as activations.
     """
     kind_of: dict[int, str] = {}
     held = dict.fromkeys(KINDS, 0)
     found: dict[str, list[int]] = {kind: [] for kind in KINDS}
     computed: set[int] = set()
     handed_over = {*graph.outputs, *graph.gradients}
-    times = Counter(schedule.order)
-    left = times.copy()
-    for step in schedule.steps:
+    for step, taken in zip(schedule.steps, simulate(graph, schedule).bytes_at_step, strict=True):
         if step.kind == "free":
             held[kind_of.pop(step.target)] -= graph.storages[step.target].size_bytes
             continue
         op = graph.runnable[step.target]
-        temporary = op.temporary_bytes
-        repeats = times[step.target] > 1
-        if repeats and step.target not in computed:
-            held["activations"] += op.state_bytes
+        held["temporary"] = op.temporary_bytes
         for index in op.writes:
             size = graph.storages[index].size_bytes
             if index in kind_of:
-                temporary += size
+                held["temporary"] += size
                 continue
             if index in handed_over:
                 kind = "results and gradients"
@@ -49,11 +44,9 @@ def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
             kind_of[index] = kind
             held[kind] += size
         computed.add(step.target)
+        random_states = taken - sum(held.values())
         for kind in KINDS:
-            found[kind].append(held[kind] + (temporary if kind == "temporary" else 0))
-        left[step.target] -= 1
-        if repeats and not left[step.target]:
-            held["activations"] -= op.state_bytes
+            found[kind].append(held[kind] + (random_states if kind == "activations" else 0))
     return found
 
 

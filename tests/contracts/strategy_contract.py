@@ -28,10 +28,10 @@ from typing import ClassVar
 from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError, ScheduleError
 from rmm_linear.planning.graph import Graph, Storage
-from rmm_linear.planning.oracle import Optimum, cheapest_order, leanest_order
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import Simulation, simulate
-from rmm_linear.planning.strategies.base import Proposal, Strategy
+from rmm_linear.planning.simulate import Proposal, Simulation, simulate
+from rmm_linear.planning.strategies.base import Strategy
 
 # relative error of sums of costs in another order
 _ROUNDING = 1e-9
@@ -148,9 +148,9 @@ class StrategyContract:
         """Say whether the strategy claims to be optimal on a graph; override it where it does on some only.
 
         Returns:
-            The strategy's own `claims_optimal`.
+            The strategy's own `claims_optimal`, if it has one.
         """
-        return type(self.make()).claims_optimal
+        return getattr(self.make(), "claims_optimal", False)
 
     # Step 1: what a strategy says is so.
 
@@ -344,10 +344,10 @@ def _taken(name: str, graph: Graph, schedule: Schedule) -> Simulation:
 
 # several strategies are compared with the same optima, which take longer than most plans
 
-_OPTIMA: dict[tuple[str, int | None], Optimum | None] = {}
+_OPTIMA: dict[tuple[str, int | None], Proposal | None] = {}
 
 
-def _cheapest(graph: Graph, budget_bytes: int) -> Optimum | None:
+def _cheapest(graph: Graph, budget_bytes: int) -> Proposal | None:
     key = (graph.fingerprint, budget_bytes)
     if key not in _OPTIMA:
         _OPTIMA[key] = cheapest_order(graph, budget_bytes)

@@ -248,9 +248,8 @@ def test_halves_are_the_words_of_the_stream_in_order():
     seed = torch.tensor([3, -5])
     words = random_words(seed, 40, stream=3)
     expected = torch.stack((words % 65536, words // 65536), -1).flatten(-2)
-    assert torch.equal(random_halves(seed, 0, 80, stream=3), expected)
-    for first, count in ((5, 13), (8, 1), (17, 0), (3, 70)):
-        assert torch.equal(random_halves(seed, first, count, stream=3), expected[:, first : first + count])
+    for count in (0, 1, 13, 70, 80):
+        assert torch.equal(random_halves(seed, count, stream=3), expected[:, :count])
 
 
 @pytest.mark.parametrize("kind", KINDS)

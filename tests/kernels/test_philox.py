@@ -62,14 +62,6 @@ def test_words_equal_the_paper_s_for_many_seeds_and_counters():
             assert tuple(words[:, row, column].tolist()) == expected
 
 
-def test_a_stream_can_be_entered_anywhere():
-    for seed in (seeds(7)[0], seeds(7, -8)):
-        words = philox.random_words(seed, 1000, stream=3)
-        assert torch.equal(philox.random_words(seed, 400, stream=3, first_counter=100), words[..., 400:800])
-        signs = philox.random_signs(seed, 1000, dtype=torch.float32)
-        assert torch.equal(philox.random_signs(seed, 333, dtype=torch.float32, first_counter=5), signs[..., 640:973])
-
-
 def test_a_long_request_begins_like_a_short_one():
     seed = seeds(3, 4)
     for count in (0, 1, 3, 4, 5, 127, 128, 129, 40_001):

@@ -45,9 +45,7 @@ POLYNOMIALS = (
 # Transient elements when a half-precision input is widened slab by slab.
 _SLAB_ELEMENTS = 1 << 20
 # Prime q with q % 4 == 3 gives order q + 1 (Paley I); prime q with q % 4 == 1 gives order 2 (q + 1) (Paley II).
-_PALEY_1 = {12: 11, 20: 19, 44: 43, 60: 59}
-_PALEY_2 = {28: 13, 36: 17}
-_PALEY = _PALEY_1 | _PALEY_2
+_PALEY = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
 # A CPU caches the matrices up to this order: 16 matrices, 0.1 MB in float32, which serve all ratios of 1/32 or more.
 _MOST_REMEMBERED_ORDER = 64
 
@@ -85,7 +83,7 @@ def _paley(order: int, device: torch.device) -> Tensor:
     core[1:, 0] = 1 if prime % 4 == 1 else -1
     core[1:, 1:] = character[(number.unsqueeze(1) - number) % prime]
     identity = torch.eye(prime + 1, dtype=torch.int64, device=device)
-    if order in _PALEY_1:
+    if prime % 4 == 3:
         return identity + core
     # Each entry c of the symmetric core, with the identity's e, becomes [[c + e, c - e], [c - e, -c - e]].
     top = torch.stack((core + identity, core - identity), -1)
@@ -118,11 +116,6 @@ def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dt
     if base > 1:
         entries = entries * _paley(base, columns.device)[columns % base][..., place % base]
     return entries.to(dtype)
-
-
-def hadamard_matrix(order: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a whole Hadamard matrix, shape (order, order)."""
-    return hadamard_entries(torch.arange(order, device=device), order=order, width=order, dtype=dtype)
 
 
 def sign_stride(block_rows: int) -> int:
@@ -161,7 +154,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     order = hadamard_order(block_rows)
     # Row j * blocks + k is row j of block k; the last stride reaches the blocks before this one.
     first_short = rows - (block_rows - 1) * blocks
-    if not seed.is_cpu or random.STANDS_IN_FOR_GPU:
+    if not random.is_drawn_on_cpu(seed):
         stride = sign_stride(block_rows)
         words = order if order & (order - 1) else 1
         signs, keys = signs_and_keys(seed, blocks * stride, words, dtype=dtype)
@@ -196,7 +189,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
 def _matrix(order: int, dtype: torch.dtype) -> Tensor:
     # no inference tensor, whatever mode asks for it first
     with torch.inference_mode(False):
-        return hadamard_matrix(order, dtype=dtype, device=torch.device("cpu"))
+        return hadamard_entries(torch.arange(order, device="cpu"), order=order, width=order, dtype=dtype)
 
 
 @lru_cache
@@ -238,14 +231,9 @@ def hadamard_sketch(
     # Half precision is widened slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
     full = rows // blocks
     step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
-    if step >= blocks:
-        return _mixed_slab(x, mixing, ones, mean, 0, blocks, scale, dtype)
-    return torch.cat(
-        [
-            _mixed_slab(x, mixing, ones, mean, first, min(first + step, blocks), scale, dtype)
-            for first in range(0, blocks, step)
-        ]
-    )
+    ends = [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
+    slabs = [_mixed_slab(x, mixing, ones, mean, first, end, scale, dtype) for first, end in ends]
+    return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
 
 
 def _mixed_slab(

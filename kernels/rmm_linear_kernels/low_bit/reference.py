@@ -67,17 +67,13 @@ def _rounded(value: Tensor, *, up: bool) -> Tensor:
     return torch.where(wrong, torch.nextafter(near, torch.full_like(near, torch.inf if up else -torch.inf)), near)
 
 
-def over_range(kind: str) -> float:
-    """Return a group's step over half of its extent: 2 over the steps but for the margins."""
-    return 2 / (LEVELS[kind] - 2 * MARGIN)
-
-
 def scales_of(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return steps and offsets, bfloat16, of groups with these least and largest values."""
     offset = _rounded(low, up=False)
     # halves: the difference of 3e38 and -3e38 overflows
     spread = high * 0.5 - offset.to(low.dtype) * 0.5
-    step = _rounded(spread * over_range(kind), up=True)
+    # a group's step over half of its extent is 2 over the steps but for the margins
+    step = _rounded(spread * (2 / (LEVELS[kind] - 2 * MARGIN)), up=True)
     return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
 
 
@@ -96,13 +92,9 @@ def _codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) -> Tenso
     return ((grid + dither) >> DITHER_BITS).to(torch.uint8)
 
 
-def _centred(y: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return y.to(dtype) if mean is None else y.to(dtype) - mean.to(dtype)
-
-
 def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
     """The random parts of rows (..., rows, 1) and of columns (..., 1, features), int32, of which 15 bits count."""
-    halves = random_halves(seed, 0, rows + features, stream=ROUNDING_STREAM).int()
+    halves = random_halves(seed, rows + features, stream=ROUNDING_STREAM).int()
     return halves[..., :rows].unsqueeze(-1), halves[..., rows:].unsqueeze(-2)
 
 
@@ -127,6 +119,17 @@ def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int
         yield start, min(start + step, whole), group
     if whole < rows:
         yield whole, rows, rows - whole
+
+
+def _scaled_slabs(
+    y: Tensor, mean: Tensor | None, kind: str, group: int
+) -> Iterator[tuple[int, int, Tensor, Tensor, Tensor]]:
+    """Rows of slabs, their y - 1 mean^T of shape (..., groups, rows of a group, features), steps, and offsets."""
+    compute = torch.float64 if y.dtype == torch.float64 else torch.float32
+    for start, end, size in _slabs(y.shape[-2], group, y.shape[-1]):
+        part = y[..., start:end, :].to(compute)
+        part = (part if mean is None else part - mean.to(compute)).unflatten(-2, (-1, size))
+        yield start, end, part, *scales_of(part.amin(-2), part.amax(-2), kind)
 
 
 def packed(codes: Tensor, kind: str) -> Tensor:
@@ -183,15 +186,12 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         features), bfloat16. Offsets of the same shape and dtype.
     """
     *batch, rows, features = y.shape
-    compute = torch.float64 if y.dtype == torch.float64 else torch.float32
     codes = y.new_empty((*batch, rows, packed_width(features, kind)), dtype=torch.uint8)
     steps = y.new_empty((*batch, (rows + group - 1) // group, features), dtype=SCALE_DTYPE)
     offsets = torch.empty_like(steps)
     of_rows, of_columns = _dither(seed, rows, features)
-    for start, end, size in _slabs(rows, group, features):
-        part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
-        step, offset = scales_of(part.amin(-2), part.amax(-2), kind)
-        dither = _sum_of(of_rows[..., start:end, :], of_columns).unflatten(-2, (-1, size))
+    for start, end, part, step, offset in _scaled_slabs(y, mean, kind, group):
+        dither = _sum_of(of_rows[..., start:end, :], of_columns).unflatten(-2, (-1, part.shape[-2]))
         codes[..., start:end, :] = packed(_codes(part, step, offset, dither), kind).flatten(-3, -2)
         numbers = slice(start // group, -(-end // group))
         steps[..., numbers, :], offsets[..., numbers, :] = step, offset
@@ -253,12 +253,8 @@ def rounding_variance(y: Tensor, mean: Tensor | None, *, kind: str, group: int) 
     Returns:
         Shape (..., rows, features), float64.
     """
-    compute = torch.float64 if y.dtype == torch.float64 else torch.float32
-    *batch, rows, features = y.shape
-    variance = torch.empty((*batch, rows, features), dtype=torch.float64, device=y.device)
-    for start, end, size in _slabs(rows, group, features):
-        part = _centred(y[..., start:end, :], mean, compute).unflatten(-2, (-1, size))
-        step, _ = scales_of(part.amin(-2), part.amax(-2), kind)
+    variance = torch.empty(y.shape, dtype=torch.float64, device=y.device)
+    for start, end, part, step, _ in _scaled_slabs(y, mean, kind, group):
         elements = (step.double().square() / 12).unsqueeze(-2).expand(part.shape)
         variance[..., start:end, :] = elements.flatten(-3, -2)
     return variance

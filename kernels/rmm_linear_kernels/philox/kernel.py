@@ -17,14 +17,6 @@ ROUNDING_STREAM = tl.constexpr(reference.ROUNDING_STREAM)
 
 
 @triton.jit
-def words_of_counter(seed, counter, STREAM: tl.constexpr):
-    """The four words of each counter of a stream, uint32; `counter` is int32 or uint32."""
-    low = counter.to(tl.uint32)
-    zero = low * 0
-    return tl.philox(seed, low, zero + STREAM, zero, zero)
-
-
-@triton.jit
 def words_of_cell(seed, group, column, STREAM: tl.constexpr):
     """The four words of each cell of a matrix, uint32 (`reference.cell_counters`); of shapes that broadcast."""
     third, stream = group.to(tl.uint32), tl.full((), STREAM, tl.uint32)
@@ -34,7 +26,9 @@ def words_of_cell(seed, group, column, STREAM: tl.constexpr):
 @triton.jit
 def random_word(seed, index, STREAM: tl.constexpr):
     """Word `index` of a stream, uint32: a whole counter is computed for each, so that any index may be asked for."""
-    first, second, third, fourth = words_of_counter(seed, index >> 2, STREAM)
+    counter = (index >> 2).to(tl.uint32)
+    zero = counter * 0
+    first, second, third, fourth = tl.philox(seed, counter, zero + STREAM, zero, zero)
     lane = index & 3
     return tl.where(lane < 2, tl.where(lane == 0, first, second), tl.where(lane == 2, third, fourth))
 

@@ -86,20 +86,18 @@ def _pair(values: tuple[int, int], device: torch.device) -> Tensor:
     return torch.arange(2, device=device) * (values[1] - values[0]) + values[0]
 
 
-def random_words(seed: Tensor, count: int, *, stream: int, first_counter: int = 0) -> Tensor:
-    """Return `count` consecutive 32-bit words of a stream.
+def random_words(seed: Tensor, count: int, *, stream: int) -> Tensor:
+    """Return the first `count` 32-bit words of a stream.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
         count: Number of words a seed.
         stream: Which stream to read, in [0, 2**32).
-        first_counter: Counter to start at; the first word returned is word `4 * first_counter` of the stream.
 
     Returns:
         Words in [0, 2**32), shape (..., count), int64.
     """
-    counters = math.ceil(count / 4)
-    offset = torch.arange(first_counter, first_counter + counters, device=seed.device) + (stream << 32)
+    offset = torch.arange(math.ceil(count / 4), device=seed.device) + (stream << 32)
     return _in_order(randint4x(seed, offset))[..., :count]
 
 
@@ -132,23 +130,18 @@ def _signs(words: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return (1 - 2 * bits.flatten(-2)[..., :count]).to(dtype)
 
 
-def random_signs(
-    seed: Tensor, count: int, *, dtype: torch.dtype, stream: int = SIGN_STREAM, first_counter: int = 0
-) -> Tensor:
+def random_signs(seed: Tensor, count: int, *, dtype: torch.dtype) -> Tensor:
     """Return independent fair signs, 32 to a word and 128 to a counter, least significant bit first.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
         count: Number of signs a seed.
         dtype: Floating dtype of the result.
-        stream: Which stream to read.
-        first_counter: Counter to start at; the first sign returned is sign `128 * first_counter` of the stream.
 
     Returns:
         Entries +1 (bit 0) and -1 (bit 1), shape (..., count).
     """
-    words = random_words(seed, math.ceil(count / 32), stream=stream, first_counter=first_counter)
-    return _signs(words, count, dtype)
+    return _signs(random_words(seed, math.ceil(count / 32), stream=SIGN_STREAM), count, dtype)
 
 
 def randn4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tensor:
@@ -201,22 +194,19 @@ def smallest_keys(keys: Tensor, chosen: int) -> Tensor:
     return torch.argsort(keys, dim=-1, stable=True)[..., :chosen]
 
 
-def random_halves(seed: Tensor, first: int, count: int, *, stream: int) -> Tensor:
-    """Return consecutive 16-bit numbers of a stream, two to a word and eight to a counter, the low half first.
+def random_halves(seed: Tensor, count: int, *, stream: int) -> Tensor:
+    """Return the first 16-bit numbers of a stream, two to a word and eight to a counter, the low half first.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
-        first: Which number of the stream to begin with.
         count: How many numbers a seed.
         stream: Which stream to read.
 
     Returns:
         Numbers in [0, 2**16), shape (..., count), int64.
     """
-    skipped = first % 8
-    words = random_words(seed, math.ceil((skipped + count) / 2), stream=stream, first_counter=first // 8)
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)
-    return halves[..., skipped : skipped + count]
+    words = random_words(seed, math.ceil(count / 2), stream=stream)
+    return torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2)[..., :count]
 
 
 def random_fractions(seed: Tensor, count: int) -> Tensor:

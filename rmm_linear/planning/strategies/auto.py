@@ -16,7 +16,7 @@ from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal
 from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
 
 # For so few ops and storages, all orders are looked at, in less than a second.
@@ -37,7 +37,6 @@ _MOST_LEAN = 2
 _STEP, _LEAN_WORK = 0.02, 3
 
 
-@register
 class Auto(Strategy):
     """Local search from the plain order, from segments, and from a linear program's order.
 

@@ -9,41 +9,23 @@ another strategy may go below it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """An order of computations, and what it takes.
-
-    Attributes:
-        peak_bytes: Its peak.
-        cost: Time of all its computations, in the graph's unit.
-        order: Indices of ops, with repetitions.
-    """
-
-    peak_bytes: int
-    cost: float
-    order: tuple[int, ...]
+from rmm_linear.planning.simulate import Proposal, peak_and_cost
 
 
 class Strategy(ABC):
     """A published way to plan recomputation.
 
     Attributes:
-        name: Its name in the registry: the paper's first author, year, and method.
-        claims_optimal: Whether no order of the kind that the paper considers is better.
+        name: Its name for `get_strategy`: the paper's first author, year, and method.
         pages: Whether orders may load what was paged out.
     """
 
     name: ClassVar[str]
-    claims_optimal: ClassVar[bool] = False
     pages: ClassVar[bool] = False
 
     @abstractmethod
@@ -108,34 +90,3 @@ def checked_budget(budget_bytes: int) -> int:
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
         raise ValueError(f"budget_bytes={budget_bytes!r} is not a positive int; pass a number of bytes")
     return budget_bytes
-
-
-_STRATEGIES: dict[str, type[Strategy]] = {}
-
-
-def register(strategy: type[Strategy]) -> type[Strategy]:
-    """Add a strategy, a class that is made without arguments, to the registry: a class decorator.
-
-    Raises:
-        ValueError: If the name is taken.
-    """
-    if strategy.name in _STRATEGIES:
-        raise ValueError(f"a strategy {strategy.name!r} is registered already")
-    _STRATEGIES[strategy.name] = strategy
-    return strategy
-
-
-def available_strategies() -> tuple[str, ...]:
-    """Return the names of all strategies, sorted."""
-    return tuple(sorted(_STRATEGIES))
-
-
-def get_strategy(name: str) -> Strategy:
-    """Make a strategy by its name, one of `available_strategies()`.
-
-    Raises:
-        ValueError: If there is none of this name.
-    """
-    if name not in _STRATEGIES:
-        raise ValueError(f"strategy={name!r} is unknown; choose one of {', '.join(available_strategies())}")
-    return _STRATEGIES[name]()

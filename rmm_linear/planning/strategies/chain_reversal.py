@@ -12,7 +12,7 @@ back from whatever is there: a poor choice of cuts costs time and memory, which 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from rmm_linear.planning.graph import Graph
@@ -130,12 +130,6 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
     return tuple(sorted(cuts))
 
 
-def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
-    """Return the runs of ops between cuts."""
-    edges = [0, *cuts, count]
-    return [range(low, high) for low, high in pairwise(edges) if low < high]
-
-
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
     """Return the counts from 1 to `most`, rising, or some of them if there are more than `all_up_to`.
 
@@ -177,10 +171,6 @@ class ChainView:
             turn = min(turn, max((stage_of[graph.writer[index]] for index in reads), default=turn))
             self.backward[turn].append(op)
             self.internals[turn].update(index for index in reads if index not in self.always)
-
-    def bytes_of(self, storages: Iterable[int]) -> int:
-        """Return the size of some storages."""
-        return sum(self.graph.storages[index].size_bytes for index in storages)
 
 
 def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:

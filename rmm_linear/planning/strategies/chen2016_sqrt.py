@@ -12,15 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.chain_reversal import (
-    balanced_cuts,
-    crossing_bytes,
-    segments_of_cuts,
-    some_counts,
-    written_bytes,
-)
-from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
+from rmm_linear.planning.strategies.base import Strategy
+from rmm_linear.planning.strategies.chain_reversal import balanced_cuts, crossing_bytes, some_counts, written_bytes
+from rmm_linear.planning.strategies.segments import orders_of_cuts
 
 _ALL_UP_TO = 64
 _COUNTS = 28
@@ -51,7 +45,6 @@ def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tupl
     return tuple(cuts)
 
 
-@register
 class ChenSqrt(Strategy):
     """Chen et al. 2016: about sqrt(n) segments, each computed again as one."""
 
@@ -59,28 +52,10 @@ class ChenSqrt(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose segments equal by count and by bytes, and greedy ones."""
-        count = graph.forward_count
-        if count == len(graph.ops):
-            return
-        for cuts in dict.fromkeys(cuts_of(graph)):
-            yield from orders_of_cuts(graph, cuts)
+        return orders_of_cuts(graph, _cuts(graph))
 
 
-def orders_of_cuts(graph: Graph, cuts: Sequence[int]) -> Iterator[list[int]]:
-    """Give the orders for segments between cuts: the last segment kept, and computed again as well if that differs."""
-    segments = segments_of_cuts(graph.forward_count, cuts)
-    crossing = crossing_storages(graph, segments)
-    # the backward pass begins with the last segment: where it takes no detour, nothing is gained by dropping it
-    last = {index for op in segments[-1] for index in graph.ops[op].writes}
-    kept = order_of_segments(graph, segments, crossing | last)
-    yield kept
-    again = order_of_segments(graph, segments, crossing)
-    if again != kept:
-        yield again
-
-
-def cuts_of(graph: Graph) -> Iterator[tuple[int, ...]]:
-    """Give the places where the forward ops are cut into segments."""
+def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
     prices, sizes = crossing_bytes(graph), written_bytes(graph)
     counts = some_counts(graph.forward_count, all_up_to=_ALL_UP_TO, number=_COUNTS)
     # the paper's own number is always among them

@@ -14,17 +14,17 @@ from math import comb
 from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import (
     Action,
     ChainView,
     balanced_cuts,
     crossing_bytes,
     order_of_actions,
-    segments_of_cuts,
     some_counts,
     unfolded,
 )
+from rmm_linear.planning.strategies.segments import segments_of_cuts
 
 _ALL_UP_TO = 12
 _STAGE_COUNTS = 12
@@ -62,7 +62,6 @@ def split(steps: int, slots: int) -> int:
     What follows it then takes no more than r repetitions with one snapshot less, what precedes it no more than r - 1,
     and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
     """
-    _check(steps, slots, least=2)
     r = repetitions(steps, slots)
     before = comb(slots + r - 2, slots) if r >= 2 else 0
     return max(1, before, steps - comb(slots - 1 + r, slots - 1))
@@ -78,16 +77,18 @@ def revolve(steps: int, slots: int) -> Iterator[Action]:
     return unfolded(steps, slots, lambda length, free: (split(length, free) if min(length, free) > 1 else 0, 0))
 
 
-def _check(steps: int, slots: int, *, least: int = 1) -> None:
-    if steps < least or slots < least:
-        raise ValueError(f"steps={steps}, slots={slots}: both must be at least {least}")
+def _check(steps: int, slots: int) -> None:
+    if min(steps, slots) < 1:
+        raise ValueError(f"steps={steps}, slots={slots}: both must be at least 1")
 
 
 def chains_of(graph: Graph) -> Iterator[ChainView]:
-    """See a training graph as chains of stages, for several numbers of stages.
+    """See a training graph as chains of stages, for several numbers of stages; a graph of a forward pass is none.
 
     Stages take about equal time, or have about equally many ops, and are cut where few bytes cross.
     """
+    if graph.forward_count == len(graph.ops):
+        return
     prices = crossing_bytes(graph)
     costs = [op.cost for op in graph.ops[: graph.forward_count]]
     seen: set[tuple[int, ...]] = set()
@@ -99,7 +100,6 @@ def chains_of(graph: Graph) -> Iterator[ChainView]:
                 yield ChainView(graph, segments_of_cuts(graph.forward_count, cuts))
 
 
-@register
 class Revolve(Strategy):
     """Griewank & Walther 2000: binomial checkpointing of a chain of stages.
 
@@ -114,8 +114,6 @@ class Revolve(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose schedules for several numbers of stages and snapshots."""
-        if graph.forward_count == len(graph.ops):
-            return
         for view in chains_of(graph):
             stages = len(view.stages)
             for slots in some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS):

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import Action, order_of_actions, some_counts, unfolded
 from rmm_linear.planning.strategies.griewank2000_revolve import chains_of
 
@@ -70,17 +70,10 @@ class Table:
 
 @lru_cache(maxsize=8)
 def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, input_units: int = 0) -> Table:
-    """Tabulate the fewest forward steps.
+    """Tabulate the fewest forward steps for all lengths up to `steps` and all memories up to `memory`; see `Table`.
 
-    Args:
-        kind: What may be kept.
-        steps: Greatest length, at least 1.
-        memory: Most places m, as the module's docstring counts them; at least 1, and at least 0 for "msm".
-        internal_units: Places that an internal state takes (alpha), at least 1; of use for "msm" alone, as is the next.
-        input_units: Places that it takes in addition where the state that its step starts from is not kept anyway.
-
-    Returns:
-        The table. Of "hsm" and "ism" there is nothing at 0 places: those entries are larger than any count.
+    Memory counts places m as the module's docstring does, at least 1, and at least 0 for "msm". Of "hsm" and "ism"
+    there is nothing at 0 places: those entries are larger than any count. The units are of use for "msm" alone.
 
     Raises:
         ValueError: If an argument is too small, or there are more steps than a table is made for.
@@ -158,7 +151,6 @@ def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
     return unfolded(steps, memory, choose)
 
 
-@register
 class GruslysBPTT(Strategy):
     """Gruslys et al. 2016: hidden, internal and mixed states of a chain of stages, whichever turns out best.
 
@@ -177,24 +169,15 @@ class GruslysBPTT(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose schedules of all three kinds, for several numbers of stages and places."""
-        if graph.forward_count == len(graph.ops):
-            return
         for view in chains_of(graph):
             stages = len(view.stages)
             if stages < 2:
                 continue
-            hidden = sum(view.bytes_of(state) for state in view.state) / (stages - 1)
-            internal = sum(view.bytes_of(storages) for storages in view.internals) / stages
+            hidden = sum(graph.sizes[index] for state in view.state for index in state) / (stages - 1)
+            internal = sum(graph.sizes[index] for storages in view.internals for index in storages) / stages
             alpha = min(stages, max(1, round(internal / hidden))) if hidden else 1
-            slots = some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS)
-            tables = (
-                (tabulated("hsm", stages, stages), slots),
-                (tabulated("ism", stages, stages), slots),
-                (
-                    tabulated("msm", stages, alpha * stages, alpha),
-                    some_counts(alpha * stages, all_up_to=_ALL_UP_TO, number=2 * _SLOT_COUNTS),
-                ),
-            )
-            for table, memories in tables:
-                for memory in memories:
+            kinds: tuple[tuple[Kind, int, int], ...] = (("hsm", 1, 1), ("ism", 1, 1), ("msm", alpha, 2))
+            for kind, units, share in kinds:
+                table = tabulated(kind, stages, units * stages, units)
+                for memory in some_counts(units * stages, all_up_to=_ALL_UP_TO, number=share * _SLOT_COUNTS):
                     yield order_of_actions(view, actions(table, stages, memory))

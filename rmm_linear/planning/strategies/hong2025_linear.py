@@ -29,9 +29,9 @@ from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.chain_reversal import crossing_bytes, some_counts, written_bytes
-from rmm_linear.planning.strategies.chen2016_sqrt import orders_of_cuts
+from rmm_linear.planning.strategies.segments import orders_of_cuts
 
 _ALL_UP_TO = 12
 _CAPS = 48
@@ -142,7 +142,6 @@ def _check(sizes: Sequence[int]) -> None:
         raise ValueError(f"a layer has {min(sizes)} bytes; sizes are at least 0")
 
 
-@register
 class HongLinear(Strategy):
     """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
 
@@ -154,10 +153,7 @@ class HongLinear(Strategy):
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
         """Propose optimal segments for a sweep of caps."""
-        if graph.forward_count == len(graph.ops):
-            return
-        for cuts in dict.fromkeys(_cuts(graph)):
-            yield from orders_of_cuts(graph, cuts)
+        return orders_of_cuts(graph, _cuts(graph))
 
 
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:

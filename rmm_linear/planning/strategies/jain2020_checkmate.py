@@ -41,8 +41,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.simulate import Proposal, peak_and_cost, plain_peak_bytes
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, choose
 
 # graphs of at most so many ops have one stage an op, others so many for the backward pass
 _MOST_STAGES, _COARSE_STAGES = 80, 12
@@ -91,9 +91,6 @@ class Solution(NamedTuple):
 
 class Program:
     """Checkmate's program of one graph.
-
-    Args:
-        graph: The graph.
 
     Raises:
         ImportError: If scipy, which solves it, is not installed.
@@ -275,13 +272,8 @@ class Program:
     def relaxed(self, budget_bytes: float, time_limit_s: float) -> tuple[float, list[tuple[int, ...]]]:
         """Solve the program without integrality, and round it.
 
-        Args:
-            budget_bytes: The most that may be in memory.
-            time_limit_s: Seconds.
-
-        Returns:
-            A bound of the cost, infinity if nothing fits, 0 if there was no time to know; and orders, whose peaks may
-            be above the budget.
+        Return a bound of the cost, infinity if nothing fits, 0 if there was no time to know; and orders, whose peaks
+        may be above the budget.
         """
         found = self._solved(budget_bytes, is_integral=False, time_limit=time_limit_s)
         if found.x is None:
@@ -323,16 +315,11 @@ class Program:
         return runs
 
     def solve(self, budget_bytes: int, *, time_limit_s: float = 20.0, node_limit: int | None = None) -> Solution:
-        """Return the cheapest plan within a budget.
+        """Return the cheapest plan within a budget that is found within two limits.
 
-        Args:
-            budget_bytes: The most that may be in memory at any time.
-            time_limit_s: Seconds for each relaxed program, and for the integral one.
-            node_limit: Nodes of the solver's tree; unlike a time, this limit gives the same plan each time.
-
-        Returns:
-            The best plan that was found until then. After Ctrl-C it is the best rounded one: HiGHS has no way to hand
-            over what it has, and runs on in a thread until the time limit.
+        The time is that of each relaxed program, and of the integral one. The nodes are those of the solver's tree;
+        unlike a time, this limit gives the same plan each time. After Ctrl-C the plan is the best rounded one: HiGHS
+        has no way to hand over what it has, and runs on in a thread until the time limit.
         """
         plain_cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
         for part in _SLACKS:
@@ -414,7 +401,6 @@ def _until_interrupted(solve: Callable[[], Any]) -> Any:
         executor.shutdown(wait=False)
 
 
-@register
 class Checkmate(Strategy):
     """Jain et al. 2020: the integer program, solved anew for each budget."""
 
@@ -441,7 +427,6 @@ class Checkmate(Strategy):
         return choose(graph, [proposal], budget_bytes, self.name, found.proof(graph.cost))
 
 
-@register
 class CheckmateRounding(Strategy):
     """Jain et al. 2020, section 5: the program without integrality, rounded."""
 

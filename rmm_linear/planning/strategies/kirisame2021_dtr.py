@@ -24,7 +24,7 @@ from typing import ClassVar
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import end_of_forward, hand_over_places
 from rmm_linear.planning.simulate import plain_peak_bytes
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 
 _BUDGETS = 40
 # a run that takes so many times the plain program's time has lost its way
@@ -251,7 +251,6 @@ def orders_of_runs(graph: Graph, make: Callable[[int], OnlineRun]) -> Iterator[l
             yield run.order
 
 
-@register
 class Dtr(Strategy):
     """Kirisame et al. 2021 with the evicted neighbourhood."""
 
@@ -263,7 +262,6 @@ class Dtr(Strategy):
         return orders_of_runs(graph, lambda budget_bytes: OnlineRun(graph, budget_bytes, self.neighbourhood(graph)))
 
 
-@register
 class DtrEq(Dtr):
     """Kirisame et al. 2021 with a union-find in place of the evicted neighbourhood."""
 
@@ -271,7 +269,6 @@ class DtrEq(Dtr):
     neighbourhood: ClassVar[type[Neighbourhood]] = UnionFind
 
 
-@register
 class DtrLocal(Dtr):
     """Kirisame et al. 2021 without a neighbourhood."""
 

@@ -15,26 +15,25 @@ may be exponentially many; the approximate one looks at {} and V and the ancesto
 The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
 coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
 
-Here the chains of a range of caps are proposals: `order_of_segments` brings them to the training graph, where each
-value is freed after its last use, and the simulator says what each takes. The last block need not be computed again,
-for the backward pass begins with it; each chain is proposed with it kept and without.
+Here the chains of a range of caps are proposals: `orders_of_segments` brings them to the training graph, where each
+value is freed after its last use.
 """
 
-import itertools
 import math
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
-from rmm_linear.planning.strategies.segments import crossing_storages, order_of_segments
+from rmm_linear.planning.strategies.base import Strategy
+from rmm_linear.planning.strategies.segments import orders_of_segments
 
 # The nodes of each block of a chain, sorted.
 Blocks = tuple[tuple[int, ...], ...]
@@ -92,7 +91,7 @@ class NodeGraph:
             if root[graph.writer[index]] != root[position]
         }
         draws = [position for position in range(count) if graph.ops[position].is_random]
-        ordered = set(itertools.pairwise(draws))
+        ordered = set(pairwise(draws))
         last_result = max((graph.writer[index] for index in graph.results), default=0)
         ordered |= {(position, last_result) for position in [d for d in draws if d < last_result][-1:]}
         return cls(
@@ -174,14 +173,7 @@ class LowerSetProgram:
     """
 
     def __init__(self, nodes: NodeGraph, lower_sets: NDArray[np.bool_]) -> None:
-        """Prepare the terms of eqs. 1 and 2 for each pair of lower sets.
-
-        Raises:
-            ValueError: If the first or last one is missing.
-        """
-        if lower_sets[0].any() or not lower_sets[-1].all():
-            raise ValueError("the family of lower sets must begin with the empty one and end with all nodes")
-        self.nodes = nodes
+        """Prepare the terms of eqs. 1 and 2 for each pair of lower sets, of which the last has all nodes."""
         self.lower_sets = lower_sets
         costs, sizes = np.array(nodes.costs, dtype=float), np.array(nodes.sizes, dtype=float)
         inside = np.ascontiguousarray(lower_sets.T)
@@ -244,7 +236,10 @@ class LowerSetProgram:
                 place, at = divmod(int(before[place, at]), before.shape[1])
                 places.append(place)
             found.append(tuple(reversed(places)))
-        return tuple(map(self._blocks, dict.fromkeys(found)))
+        return tuple(
+            tuple(tuple(np.flatnonzero(self.lower_sets[b] & ~self.lower_sets[a]).tolist()) for a, b in pairwise(places))
+            for places in dict.fromkeys(found)
+        )
 
     def _states(self, cap: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Least M(U) of each (lower set, level of the kept time), and the state before it, as one number."""
@@ -274,11 +269,6 @@ class LowerSetProgram:
             before[place, at[best]] = row[best] * shape[1] + level[best]
             least[place] = memory[place].min()
         return memory, before
-
-    def _blocks(self, places: Sequence[int]) -> Blocks:
-        pairs = itertools.pairwise(places)
-        new = (self.lower_sets[larger] & ~self.lower_sets[smaller] for smaller, larger in pairs)
-        return tuple(tuple(np.flatnonzero(nodes).tolist()) for nodes in new)
 
 
 def _quantum(costs: NDArray[np.float64], levels: int) -> float:
@@ -313,12 +303,9 @@ class _LowerSets(Strategy):
         caps = [math.ceil(least * (largest / least) ** (number / (self.caps - 1))) for number in range(self.caps)]
         for blocks in dict.fromkeys(blocks for cap in caps for blocks in program.centric_plans(cap)):
             segments = [sorted(op for node in block for op in nodes.ops[node]) for block in blocks]
-            kept = crossing_storages(graph, segments)
-            yield order_of_segments(graph, segments, kept)
-            yield order_of_segments(graph, segments, kept | {i for op in segments[-1] for i in graph.ops[op].writes})
+            yield from orders_of_segments(graph, segments)
 
 
-@register
 class Kusumoto2019Exact(_LowerSets):
     """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
 
@@ -326,7 +313,6 @@ class Kusumoto2019Exact(_LowerSets):
     family = staticmethod(all_lower_sets)
 
 
-@register
 class Kusumoto2019Approximate(_LowerSets):
     """The approximate program: the ancestors of each node."""
 

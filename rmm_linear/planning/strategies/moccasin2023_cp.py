@@ -40,7 +40,7 @@ from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
 from rmm_linear.planning.strategies.auto import Auto
-from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal, register
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, refusal
 from rmm_linear.planning.strategies.jain2020_checkmate import Solution, ladder
 
 # the solver's costs are whole numbers: so many parts of the plain step
@@ -58,12 +58,7 @@ def _event(op: int, stage: int) -> int:
 
 
 class Program:
-    """Moccasin's program of one graph and budget.
-
-    Args:
-        graph: The graph.
-        budget_bytes: The most that may be in memory at any time.
-        runs: C, the most runs of an op.
+    """Moccasin's program of one graph and budget; `runs` is C, the most runs of an op.
 
     Attributes:
         is_interrupted: Whether Ctrl-C has ended a search.
@@ -180,15 +175,9 @@ class Program:
     def solve(
         self, hint: Sequence[int] | None = None, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
     ) -> Solution:
-        """Return the cheapest plan.
+        """Return the cheapest plan that is found within two limits, or until Ctrl-C, beginning with the hint's order.
 
-        Args:
-            hint: An order to begin with.
-            time_limit_s: Seconds, of both phases together.
-            deterministic_limit: The solver's own measure of work; unlike a time, it gives the same plan each time.
-
-        Returns:
-            The best plan that was found until then, or until Ctrl-C.
+        The time is that of both phases. The deterministic limit is as in `search`.
         """
         end = time.monotonic() + time_limit_s
         if hint is not None:
@@ -237,7 +226,6 @@ class Program:
         return "optimal" if found.status == "optimal" else "stopped", tuple(op for _, op in sorted(runs))
 
 
-@register
 class Moccasin(Strategy):
     """Bartan et al. 2023: retention intervals, solved anew for each budget; begun with `auto`'s plan.
 

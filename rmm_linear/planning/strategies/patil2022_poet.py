@@ -30,21 +30,11 @@ from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.base import register
 from rmm_linear.planning.strategies.jain2020_checkmate import Checkmate, Program
 
 
 class PagingProgram(Program):
-    """POET's program of one graph.
-
-    Args:
-        graph: The graph.
-        page_weight: What a unit of time costs in which something is paged, over one in which an op runs.
-
-    Raises:
-        ImportError: If scipy, which solves it, is not installed.
-        ValueError: If the graph has more than 2500 ops.
-    """
+    """POET's program of one graph: `page_weight` is what a unit of time costs in which a tensor is paged."""
 
     def __init__(self, graph: Graph, *, page_weight: float = 1.0) -> None:
         self._page_weight = page_weight
@@ -88,7 +78,6 @@ class PagingProgram(Program):
         return peak_bytes, of_ops + self._page_weight * (cost - of_ops)
 
 
-@register
 class Poet(Checkmate):
     """Patil et al. 2022: the integer program, solved anew for each budget."""
 

@@ -5,7 +5,8 @@ backward pass; all else of a segment goes after its last use, and is computed ag
 backward op asks for a part of it. Only what backward ops will really read is computed again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from rmm_linear.planning.graph import Graph
 
@@ -26,57 +27,61 @@ def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[in
 def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Iterable[int] | None = None) -> list[int]:
     """Return the order of computations in which each segment is recomputed as one, when it is first needed.
 
-    The segments have indices of forward ops, in an order in which they can run. The storages `kept` stay until the
-    backward pass, `crossing_storages` if None. Outputs, and what must not be computed twice, stay in any case.
-
-    Raises:
-        ValueError: If a forward op is in no segment, or in two.
+    The segments have indices of forward ops, each once, in an order in which they can run. The storages `kept` stay
+    until the backward pass, `crossing_storages` if None. Outputs and what must not be computed twice always stay.
     """
-    forward = [op for segment in segments for op in segment]
-    if sorted(forward) != list(range(graph.forward_count)):
-        raise ValueError("the segments do not hold each forward op once")
-    always = crossing_storages(graph, [forward])
-    there = always | set(crossing_storages(graph, segments) if kept is None else kept)
+    order = [op for segment in segments for op in segment]
+    place = {op: number for number, op in enumerate(order)}
+    there = crossing_storages(graph, [order]).union(crossing_storages(graph, segments) if kept is None else kept)
     segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
-    order = list(forward)
     backward = range(graph.forward_count, len(graph.ops))
     # forward storages that the backward pass reads: a segment brings back these, and what they need
     wanted = {index for op in backward for index in graph.ops[op].reads}
 
-    place = {op: number for number, op in enumerate(forward)}
-
-    def recompute(numbers: Iterable[int]) -> None:
-        again: set[int] = set()
-        opened: set[int] = set()
-        waiting: list[int] = []
-
-        def open_segment(number: int) -> None:
-            opened.add(number)
-            waiting.extend(index for op in segments[number] for index in graph.ops[op].writes if index in wanted)
-
-        for number in numbers:
-            open_segment(number)
-        while waiting:
-            index = waiting.pop()
-            op = graph.writer[index]
-            if index in there or op in again:
-                continue
-            again.add(op)
-            waiting.extend(graph.ops[op].reads)
-            # what a segment needs of another one that did not stay brings all of that one back
-            if segment_of[op] not in opened:
-                open_segment(segment_of[op])
-        order.extend(sorted(again, key=place.__getitem__))
-        for op in again:
-            there.update(graph.ops[op].writes)
+    def wanted_of(number: int) -> list[int]:
+        return [index for op in segments[number] for index in graph.ops[op].writes if index in wanted]
 
     for op in backward:
-        missing = {
+        opened = {
             segment_of[graph.writer[index]]
             for index in graph.ops[op].reads
             if index not in there and not graph.ops[graph.writer[index]].is_backward
         }
-        if missing:
-            recompute(missing)
+        again: set[int] = set()
+        waiting = [index for number in opened for index in wanted_of(number)]
+        while waiting:
+            index = waiting.pop()
+            writer = graph.writer[index]
+            if index in there or writer in again:
+                continue
+            again.add(writer)
+            waiting += graph.ops[writer].reads
+            # what a segment needs of another one that did not stay brings all of that one back
+            if segment_of[writer] not in opened:
+                opened.add(segment_of[writer])
+                waiting += wanted_of(segment_of[writer])
+        order += sorted(again, key=place.__getitem__)
+        there.update(index for number in again for index in graph.ops[number].writes)
         order.append(op)
     return order
+
+
+def orders_of_segments(graph: Graph, segments: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the order in which the last segment is kept, and the one in which it is computed again as well."""
+    crossing = crossing_storages(graph, segments)
+    # the backward pass begins with the last segment: where it takes no detour, nothing is gained by dropping it
+    yield order_of_segments(graph, segments, crossing.union(*(graph.ops[op].writes for op in segments[-1])))
+    yield order_of_segments(graph, segments, crossing)
+
+
+def segments_of_cuts(count: int, cuts: Sequence[int]) -> list[range]:
+    """Return the runs of ops between cuts."""
+    edges = [0, *cuts, count]
+    return [range(low, high) for low, high in pairwise(edges) if low < high]
+
+
+def orders_of_cuts(graph: Graph, cuts: Iterable[tuple[int, ...]]) -> Iterator[list[int]]:
+    """Yield the orders for segments between the places of each cut; none for a graph of one pass alone."""
+    if 0 < graph.forward_count < len(graph.ops):
+        for places in dict.fromkeys(cuts):
+            yield from orders_of_segments(graph, segments_of_cuts(graph.forward_count, places))

@@ -22,16 +22,14 @@ from rmm_linear.byte_sizes import readable
 from rmm_linear.planning.constraint_solver import constraint_programs, search
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost, plain_peak_bytes
-from rmm_linear.planning.strategies.base import Proposal, Strategy, checked_budget, choose, register
+from rmm_linear.planning.simulate import Proposal, peak_and_cost, plain_peak_bytes
+from rmm_linear.planning.strategies.base import Strategy, checked_budget, choose
 
 
 def least_peak_order(
     graph: Graph, *, time_limit_s: float = 20.0, deterministic_limit: float | None = None
 ) -> tuple[tuple[int, ...], int]:
-    """Return an order of the ops, each once, with the least peak that is found within two limits, and a bound of it.
-
-    The deterministic limit is the solver's own measure of work; unlike a time, it gives the same order each time.
+    """Return an order of the ops, each once, with the least peak that is found within the limits, and a bound of it.
 
     Raises:
         ImportError: If OR-tools, which solves the program, is not installed.
@@ -109,7 +107,6 @@ def _before(graph: Graph) -> list[int]:
     return found
 
 
-@register
 class Olla(Strategy):
     """Steiner et al. 2022: the order of the least peak, nothing computed twice."""
 

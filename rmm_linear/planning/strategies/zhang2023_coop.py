@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 from rmm_linear.planning.graph import Graph
-from rmm_linear.planning.strategies.base import Strategy, register
+from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, orders_of_runs
 
 # the owner of what an op holds only while it runs
@@ -137,7 +137,6 @@ class CoopRun(OnlineRun):
             self.arena.free(index)
 
 
-@register
 class Coop(Strategy):
     """Zhang et al. 2023: what is evicted lies side by side."""
 

@@ -1,12 +1,8 @@
 """A training graph as a chain of stages."""
 
 from experiments.checkpointing.generators import chain, random_layers, u_shape, with_backward
-from rmm_linear.planning.strategies.chain_reversal import (
-    ChainView,
-    balanced_cuts,
-    crossing_bytes,
-    segments_of_cuts,
-)
+from rmm_linear.planning.strategies.chain_reversal import ChainView, balanced_cuts, crossing_bytes
+from rmm_linear.planning.strategies.segments import segments_of_cuts
 
 
 def test_crossing_bytes_are_those_that_stages_after_a_cut_read():
@@ -16,7 +12,7 @@ def test_crossing_bytes_are_those_that_stages_after_a_cut_read():
         assert prices[0] == prices[-1] == 0
         for cut in range(1, graph.forward_count):
             view = ChainView(graph, segments_of_cuts(graph.forward_count, [cut]))
-            assert prices[cut] == view.bytes_of(view.state[1])
+            assert prices[cut] == sum(graph.sizes[index] for index in view.state[1])
             crossing = {
                 index
                 for op in graph.ops[cut : graph.forward_count]

@@ -5,8 +5,10 @@ import random
 import pytest
 
 from experiments.checkpointing.generators import chain, random_layers, with_backward
-from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
-from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts, orders_of_cuts
+from rmm_linear.planning.graph import Graph, Op, Storage
+from rmm_linear.planning.strategies import get_strategy
+from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt, greedy_cuts
+from rmm_linear.planning.strategies.segments import orders_of_cuts, segments_of_cuts
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(100, 21), (400, 41), pytest.param(1600, 81, marks=pytest.mark.slow)])
@@ -42,8 +44,14 @@ def test_greedy_segments_keep_their_cap():
 
 def test_the_last_segment_is_not_computed_again_where_nothing_is_gained():
     graph = with_backward(chain([4] * 9))
-    first = next(iter(orders_of_cuts(graph, (3, 6))))
+    first = next(orders_of_cuts(graph, [(3, 6)]))
     assert all(first.count(op) == 1 for op in (6, 7, 8))
     assert first.count(0) == first.count(1) == first.count(3) == 2
     # the ends of segments are kept
     assert first.count(2) == first.count(5) == 1
+
+
+@pytest.mark.parametrize("name", ["chen2016_sqrt", "hong2025_linear"])
+def test_a_graph_without_forward_ops_has_the_plain_plan(name):
+    graph = Graph((Op("backward", 1.0, (), (0,), is_backward=True),), (Storage("gradient", 4),), (0,))
+    assert get_strategy(name).plan(graph, 4).order == (0,)

@@ -5,8 +5,9 @@ from empty_chain import run_actions
 
 from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions, segments_of_cuts
+from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions
 from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
+from rmm_linear.planning.strategies.segments import segments_of_cuts
 
 
 def best_splits(steps, slots):
@@ -60,6 +61,6 @@ def test_known_values():
 
 
 def test_wrong_arguments_are_named():
-    for wrong in (lambda: forward_steps(0, 2), lambda: split(1, 2), lambda: list(revolve(3, 0))):
+    for wrong in (lambda: forward_steps(0, 2), lambda: list(revolve(3, 0))):
         with pytest.raises(ValueError, match="at least"):
             wrong()

@@ -7,9 +7,8 @@ import pytest
 
 from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies.chain_reversal import segments_of_cuts
 from rmm_linear.planning.strategies.hong2025_linear import fewest_kept_bytes, least_peak
-from rmm_linear.planning.strategies.segments import order_of_segments
+from rmm_linear.planning.strategies.segments import order_of_segments, segments_of_cuts
 
 
 def segment(sizes, i, j):

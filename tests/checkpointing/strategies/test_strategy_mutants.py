@@ -9,8 +9,8 @@ from strategy_contract import StrategyContract
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule, Step
-from rmm_linear.planning.simulate import peak_and_cost
-from rmm_linear.planning.strategies import Proposal, Strategy, choose
+from rmm_linear.planning.simulate import Proposal, peak_and_cost
+from rmm_linear.planning.strategies.base import Strategy, choose
 from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt
 
 CHECKS = tuple(name for name in dir(StrategyContract) if name.startswith("test_"))

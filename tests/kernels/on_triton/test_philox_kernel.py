@@ -49,6 +49,12 @@ def run(function, seed, index, stream, dtype, device):
     return out.cpu()
 
 
+def words_from(seed, first, stream):
+    """The words of a stream from any place on; `test_philox.py` holds its beginning against the paper."""
+    counters = torch.arange(first // 4, first // 4 + COUNT // 4 + 1) + (stream << 32)
+    return reference.randint4x(torch.tensor(seed), counters).t().flatten()[first % 4 :][:COUNT]
+
+
 @pytest.mark.parametrize(
     ("seed", "first"),
     [
@@ -59,17 +65,13 @@ def run(function, seed, index, stream, dtype, device):
 )
 def test_words_signs_and_halves_are_the_reference_s(seed, first, device):
     index = torch.arange(COUNT) + first
-    seeds = torch.tensor(seed)
     for stream in (reference.SIGN_STREAM, reference.CHOICE_STREAM, reference.ROUNDING_STREAM):
-        words = reference.random_words(seeds, COUNT + 4, stream=stream, first_counter=first // 4)
-        expected = words[first % 4 :][:COUNT]
+        expected = words_from(seed, first, stream)
         assert torch.equal(run(_word_kernel, seed, index, stream, torch.int64, device), expected)
-        halves = reference.random_halves(seeds, first, COUNT, stream=stream)
+        halves = words_from(seed, first // 2, stream)[(index - first // 2 * 2) // 2] >> index % 2 * 16 & 0xFFFF
         assert torch.equal(run(_half_kernel, seed, index, stream, torch.int32, device).long(), halves)
-        signs = reference.random_signs(
-            seeds, COUNT + 128, dtype=torch.int32, stream=stream, first_counter=first // 128
-        )[first % 128 :][:COUNT]
-        assert torch.equal(run(_sign_kernel, seed, index, stream, torch.int32, device), signs)
+        bits = words_from(seed, first // 32, stream)[(index - first // 32 * 32) // 32] >> index % 32 & 1
+        assert torch.equal(run(_sign_kernel, seed, index, stream, torch.int32, device), 1 - 2 * bits.int())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
