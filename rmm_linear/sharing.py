@@ -100,10 +100,6 @@ class _Input(weakref.ref[Tensor]):
         self.readers: dict[torch.dtype, list[weakref.ref[nn.Module]]] = {}
         self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], list[weakref.ref[nn.Module]]]] = {}
 
-    def is_still(self, x: Tensor) -> bool:
-        """Tell whether it is this tensor, unchanged."""
-        return self() is x and self.version == x._version
-
     def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
         """Find the group of a layer that is called with this input, or begin one."""
         own = weakref.ref(layer)
@@ -172,19 +168,21 @@ class InputGroups(threading.local):
         """
         if x.is_inference():
             return None
-        source = self._source_of(x) if self._given else x
-        known = self._inputs.get(id(source))
-        if known is None or not known.is_still(source):
+        source, known = self._known(x)
+        if known is None:
             known = self._inputs[id(source)] = _Input(source, self._forget)
         return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
         """Return the first layer that was called with `x` in this forward pass and computes in `dtype`, or None."""
-        if x.is_inference():
-            return None
+        known = None if x.is_inference() else self._known(x)[1]
+        return known.readers[dtype][0]() if known is not None and dtype in known.readers else None
+
+    def _known(self, x: Tensor) -> tuple[Tensor, _Input | None]:
         source = self._source_of(x) if self._given else x
         known = self._inputs.get(id(source))
-        return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
+        # another tensor may have lain there before, and this one may have been changed
+        return source, known if known is not None and known() is source and known.version == source._version else None
 
     def _source_of(self, x: Tensor) -> Tensor:
         """Find the tensor of another dtype that this one is a copy of: gradients of both go to one node."""
