@@ -4,16 +4,8 @@ The best probabilities of a row-sampling sketch are proportional to ||x_i|| ||g_
 Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. Its norms are remembered,
 for each layer, sample of the dataset and position in the sequence, from the last time that the sample was trained on
 (their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is
-unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`).
-
-    model = convert_linears(model, config=RMMConfig(ratio=0.3, sketch="wta_crs", center=False))
-    cache = NormCache(model, samples=len(dataset))
-    ...
-    with cache.samples(batch.pop("sample")):
-        loss = model(**batch).loss
-    loss.backward()
-
-In the first epoch no norm is known, and rows are drawn by ||x_i||, as without a cache.
+unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`). In the first epoch no norm is known,
+and rows are drawn by ||x_i||, as without a cache. docs/noise.md has a training loop with one.
 """
 
 import threading
@@ -73,18 +65,13 @@ class _Batch:
         self.cache, self.samples, self.outer, self.is_used = cache, samples, outer, False
 
 
-class _Announced(threading.local):
-    """The batch of this thread: `DataParallel` runs its replicas in threads."""
-
-    batch: _Batch | None = None
-
-
-_announced = _Announced()
+# The batch of this thread, if there is one: `DataParallel` runs its replicas in threads.
+_announced = threading.local()
 
 
 def current_norms(layer: nn.Module, x: Tensor) -> RowNorms | None:
     """Return the norms of the announced samples at a layer with the input (samples, ..., in); None for other layers."""
-    batch = _announced.batch
+    batch = getattr(_announced, "batch", None)
     while batch is not None and layer not in batch.cache.names:
         batch = batch.outer
     if batch is None or x.dim() < 2 or x.shape[0] != batch.samples.shape[0] or in_checkpoint():
@@ -148,7 +135,7 @@ class NormCache:
         """
         numbers = self._checked(samples)
         self._settle()
-        batch = _announced.batch = _Batch(self, numbers, _announced.batch)
+        batch = _announced.batch = _Batch(self, numbers, getattr(_announced, "batch", None))
         try:
             yield
         finally:
