@@ -45,11 +45,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
-    """Return g^T x of rows that are kept as they are, float32 (float64 for float64)."""
-    return backend.estimate(g, x, backend.product_dtype(g))
-
-
 @dataclass(frozen=True)
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
