@@ -170,10 +170,8 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    is_transformed = torch._C._are_functorch_transforms_active()
-    if is_transformed:
+    x = x.to(dtype)
+    if torch._C._are_functorch_transforms_active():
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
@@ -210,8 +208,9 @@ def _compiled(
         return F.linear(x, weight, bias)
     x = x.to(dtype)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
-    values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
     mask = None if valid_rows is None else valid_rows.mask
+    # Rows left out are set to zero: a compiled graph has static shapes.
+    values = _flat((x if mask is None else torch.where(mask.unsqueeze(-1) != 0, x, 0)).detach())
     seed = None if seed is None else _seed_tensor(seed, x)
     return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, mask, seed, config.graph_key)
 
