@@ -20,8 +20,6 @@ from rmm_linear.norm_cache import current_norms
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import current_groups
 
-_MATRIX = 2
-
 
 class SketchedLayer(nn.Module):
     """What every converted layer is, beside an instance of the class that it was before.
@@ -149,7 +147,7 @@ def _make_conv1d() -> type[SketchedLayer]:
             if not self.training:
                 return super().forward(x)
             # Conv1D flattens to a matrix; F.linear would take another path for tensors that it can't flatten
-            rows = x if not isinstance(x, Tensor) or x.dim() == _MATRIX else x.contiguous()
+            rows = x if not isinstance(x, Tensor) or x.dim() == 2 else x.contiguous()
             return self._sketched(x, self.weight.t(), rows)
 
         def __repr__(self) -> str:
