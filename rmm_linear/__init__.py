@@ -5,6 +5,7 @@
 `rmm_linear.functional` opens with the method in a page.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear.backend import use_kernels
@@ -46,12 +47,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported on demand: only the callback needs transformers, and only `fit` the compiler.
-    if name == "fit":
-        from rmm_linear.fitting import fit
-
-        return fit
-    if name == "RMMCallback":
-        from rmm_linear.integrations.hf_trainer import RMMCallback
-
-        return RMMCallback
+    folder = {"fit": "fitting", "RMMCallback": "integrations.hf_trainer"}.get(name)
+    if folder is not None:
+        return getattr(importlib.import_module(f"rmm_linear.{folder}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

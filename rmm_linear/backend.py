@@ -21,7 +21,6 @@ from torch import Tensor
 
 # "as" with the same name: other modules import these from here
 from rmm_linear_kernels import random as random
-from rmm_linear_kernels.hadamard import reference as _hadamard
 from rmm_linear_kernels.hadamard.reference import hadamard_dense as hadamard_dense
 from rmm_linear_kernels.hadamard.reference import hadamard_order as hadamard_order
 from rmm_linear_kernels.interpreter import IS_INTERPRETED as IS_INTERPRETED
@@ -36,7 +35,7 @@ from rmm_linear_kernels.projection.reference import projection_dense as projecti
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 STORAGE_BITS = _low_bit.BITS
 CHOICES = ("auto", "triton", "torch")
-# Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has its launcher.
+# Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has its launcher, and reference.py its reference.
 KERNELS = {
     "hadamard_sketch": "hadamard",
     "random_projection": "projection",
@@ -45,15 +44,10 @@ KERNELS = {
 }
 KERNELS_FOLDER = Path(random.__file__).parent
 _REFERENCES: dict[str, Callable[..., Any]] = {
-    "hadamard_sketch": _hadamard.hadamard_sketch,
-    "random_projection": _projection.random_projection,
-    "quantize": _low_bit.quantize,
-    "dequantize": _low_bit.dequantize,
+    name: getattr(importlib.import_module(f"rmm_linear_kernels.{folder}.reference"), name)
+    for name, folder in KERNELS.items()
 }
-_ON_CPU: dict[str, Callable[..., Any]] = {
-    "quantize": _low_bit_on_cpu.quantize,
-    "dequantize": _low_bit_on_cpu.dequantize,
-}
+_ON_CPU = {name: getattr(_low_bit_on_cpu, name) for name in ("quantize", "dequantize")}
 HALVES = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *HALVES, torch.uint8)
 # bfloat16 on the tensor cores

@@ -176,6 +176,17 @@ def config_of(key: str) -> RMMConfig:
     return _OTHERS.get(key) or RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
 
 
+def config_for(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
+    """Return the configuration of the options `ratio` and `config`; a ValueError if both are given."""
+    if config is None:
+        return RMMConfig() if ratio is None else RMMConfig(ratio=ratio)
+    if ratio is not None:
+        raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
+    if not isinstance(config, RMMConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
+    return config
+
+
 def _checked_tokens(tokens: object) -> tuple[int, ...]:
     if not isinstance(tokens, (tuple, list)) or any(
         isinstance(token, bool) or not isinstance(token, Integral) or abs(int(token)) > _LAST_TOKEN for token in tokens

@@ -46,7 +46,7 @@ from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.norm_cache import RowNorms
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
-from rmm_linear.producers import is_free_to_keep
+from rmm_linear.producers import flattens_in_place, is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 
@@ -170,10 +170,8 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    is_transformed = torch._C._are_functorch_transforms_active()
-    if is_transformed:
+    x = x.to(dtype)
+    if torch._C._are_functorch_transforms_active():
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
@@ -210,8 +208,9 @@ def _compiled(
         return F.linear(x, weight, bias)
     x = x.to(dtype)
     # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
-    values = _flat((x if valid_rows is None else valid_rows.keep_only_valid(x)).detach())
     mask = None if valid_rows is None else valid_rows.mask
+    # Rows left out are set to zero: a compiled graph has static shapes.
+    values = _flat((x if mask is None else torch.where(mask.unsqueeze(-1) != 0, x, 0)).detach())
     seed = None if seed is None else _seed_tensor(seed, x)
     return torch.ops.rmm_linear.sketched_linear.default(x, weight, bias, values, mask, seed, config.graph_key)
 
@@ -349,21 +348,11 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
-    # It asks for strides of (1, rows), which a single row may have as well.
-    if x.dim() == 2:
-        return x.stride() == (1, x.shape[0])
-    rows = x.numel() // max(1, x.shape[-1])
-    if rows == 1:
-        # flattened, its strides are (in, 1) times that of its numbers
-        return x.shape[-1] == 1 and x.stride(-1) == 1
-    if x.stride(-1) != rows:
+    if not flattens_in_place(x):
         return False
-    distance = 1
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size != 1 and stride != distance:
-            return False
-        distance *= size
-    return True
+    # Autograd asks for strides of (1, rows), which a single row may have as well.
+    matrix = _flat(x.detach())
+    return matrix.stride() == (1, matrix.shape[0])
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.errors import TracingError
 from rmm_linear.functional import compute_dtype, linear
 from rmm_linear.norm_cache import current_norms
 from rmm_linear.padding import RowsCheck, current_valid_rows
 from rmm_linear.sharing import current_groups
-
-_MATRIX = 2
 
 
 class SketchedLayer(nn.Module):
@@ -93,9 +91,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
         >>> layer(torch.randn(4, 64, 16)).sum().backward()
         >>> layer.weight.grad.shape
         torch.Size([8, 16])
-
-    Attributes:
-        rmm_config: How the layer sketches; may be replaced at any time.
     """
 
     weight: nn.Parameter
@@ -113,7 +108,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
     ) -> None:
         """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model."""
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.rmm_config = _checked(config)
+        self.rmm_config = config_for(None, config)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer; in training mode it raises what `rmm_linear.functional.linear` does, or `TracingError`."""
@@ -124,12 +119,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
     def extra_repr(self) -> str:
         """Return the layer's line in `print(model)`."""
         return f"{super().extra_repr()}, {self._describe_config()}"
-
-
-def _checked(config: RMMConfig | None) -> RMMConfig:
-    if config is not None and not isinstance(config, RMMConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
-    return config if config is not None else RMMConfig()
 
 
 def _make_conv1d() -> type[SketchedLayer]:
@@ -151,14 +140,14 @@ def _make_conv1d() -> type[SketchedLayer]:
         def __init__(self, nf: int, nx: int, *, config: RMMConfig | None = None) -> None:
             """Make a layer with fresh parameters; `convert_linears` is the way to change those of a model."""
             super().__init__(nf, nx)
-            self.rmm_config = _checked(config)
+            self.rmm_config = config_for(None, config)
 
         def forward(self, x: Tensor) -> Tensor:
             """Apply the layer; in training mode it raises what `RMMLinear.forward` does."""
             if not self.training:
                 return super().forward(x)
             # Conv1D flattens to a matrix; F.linear would take another path for tensors that it can't flatten
-            rows = x if not isinstance(x, Tensor) or x.dim() == _MATRIX else x.contiguous()
+            rows = x if not isinstance(x, Tensor) or x.dim() == 2 else x.contiguous()
             return self._sketched(x, self.weight.t(), rows)
 
         def __repr__(self) -> str:

@@ -4,16 +4,8 @@ The best probabilities of a row-sampling sketch are proportional to ||x_i|| ||g_
 Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. Its norms are remembered,
 for each layer, sample of the dataset and position in the sequence, from the last time that the sample was trained on
 (their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is
-unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`).
-
-    model = convert_linears(model, config=RMMConfig(ratio=0.3, sketch="wta_crs", center=False))
-    cache = NormCache(model, samples=len(dataset))
-    ...
-    with cache.samples(batch.pop("sample")):
-        loss = model(**batch).loss
-    loss.backward()
-
-In the first epoch no norm is known, and rows are drawn by ||x_i||, as without a cache.
+unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`). In the first epoch no norm is known,
+and rows are drawn by ||x_i||, as without a cache. docs/noise.md has a training loop with one.
 """
 
 import threading
@@ -42,7 +34,11 @@ class RowNorms:
     def known(self, device: torch.device) -> Tensor | None:
         """Return the norms that are remembered, shape (rows,), negative where none is; None if there is no table."""
         self._batch.is_used = True
-        return self._batch.cache.remembered(self._name, self._batch.samples, self._positions, device)
+        table = self._batch.cache.tables.get(self._name)
+        if table is None:
+            return None
+        norms = _widened(table[self._batch.samples, : self._positions], self._positions)
+        return norms.flatten().to(device, non_blocking=True)
 
     def look(self, g: Tensor, _: Tensor | None) -> None:
         """Take the gradient (rows, out) of the layer, or of one of the layers, in the backward pass."""
@@ -54,13 +50,12 @@ class RowNorms:
     def write(self, tables: dict[str, Tensor], samples: int) -> None:
         """Write the norms of now into a table."""
         assert self._now is not None
-        shape = (samples, self._positions)
         table = tables.get(self._name, torch.empty((samples, 0), dtype=torch.bfloat16))
-        tables[self._name] = table = _widened(table, shape[1])
-        old = table[self._batch.samples, : shape[1]]
-        new = self._now.view(-1, shape[1]).to(table.device, table.dtype)
+        tables[self._name] = table = _widened(table, self._positions)
+        old = table[self._batch.samples, : self._positions]
+        new = self._now.view(-1, self._positions).to(table.device, table.dtype)
         # a step that overflows is skipped, and tells nothing
-        table[self._batch.samples, : shape[1]] = torch.where(new.isfinite(), new, old)
+        table[self._batch.samples, : self._positions] = torch.where(new.isfinite(), new, old)
 
 
 class _Batch:
@@ -70,18 +65,13 @@ class _Batch:
         self.cache, self.samples, self.outer, self.is_used = cache, samples, outer, False
 
 
-class _Announced(threading.local):
-    """The batch of this thread: `DataParallel` runs its replicas in threads."""
-
-    batch: _Batch | None = None
-
-
-_announced = _Announced()
+# The batch of this thread, if there is one: `DataParallel` runs its replicas in threads.
+_announced = threading.local()
 
 
 def current_norms(layer: nn.Module, x: Tensor) -> RowNorms | None:
     """Return the norms of the announced samples at a layer with the input (samples, ..., in); None for other layers."""
-    batch = _announced.batch
+    batch = getattr(_announced, "batch", None)
     while batch is not None and layer not in batch.cache.names:
         batch = batch.outer
     if batch is None or x.dim() < 2 or x.shape[0] != batch.samples.shape[0] or in_checkpoint():
@@ -110,6 +100,7 @@ class NormCache:
 
     Attributes:
         names: The layers that may draw by remembered norms, and their names.
+        tables: Norms by the name of the layer, shape (samples, positions); negative where none is remembered.
 
     Raises:
         ValueError: If `samples` is no positive int, or no layer of the model draws rows by their norms.
@@ -126,7 +117,7 @@ class NormCache:
                 ' config=RMMConfig(sketch="wta_crs", center=False)), without a storage'
             )
         self._model = model
-        self._tables: dict[str, Tensor] = {}
+        self.tables: dict[str, Tensor] = {}
         # norms of backward passes that are not in the tables yet
         self.seen: list[RowNorms] = []
 
@@ -144,7 +135,7 @@ class NormCache:
         """
         numbers = self._checked(samples)
         self._settle()
-        batch = _announced.batch = _Batch(self, numbers, _announced.batch)
+        batch = _announced.batch = _Batch(self, numbers, getattr(_announced, "batch", None))
         try:
             yield
         finally:
@@ -156,17 +147,10 @@ class NormCache:
                 " replicas of DataParallel, and layers of another model than the cache's draw by the input alone"
             )
 
-    def remembered(self, name: str, samples: Tensor, positions: int, device: torch.device) -> Tensor | None:
-        """Return the norms of samples at a layer, shape (samples * positions,), or None if it has no table yet."""
-        table = self._tables.get(name)
-        if table is None:
-            return None
-        return _widened(table[samples, :positions], positions).flatten().to(device, non_blocking=True)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the tables, for `load_state_dict`: a run that goes on with them draws the same rows as this one."""
         self._settle()
-        return {"samples": self._size, "tables": dict(self._tables)}
+        return {"samples": self._size, "tables": dict(self.tables)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the tables that `state_dict` returned; without any, the cache begins anew.
@@ -184,12 +168,12 @@ class NormCache:
                 + ": load the state of a cache of the same model and dataset"
             )
         self.seen.clear()
-        self._tables = tables
+        self.tables = tables
 
     def _settle(self) -> None:
         """Write the norms of past backward passes into the tables."""
         for norms in self.seen:
-            norms.write(self._tables, self._size)
+            norms.write(self.tables, self._size)
         self.seen.clear()
 
     def _checked(self, samples: Tensor | Sequence[int]) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from rmm_linear import backend
 from rmm_linear.config import config_of
-from rmm_linear.sketches.base import SavedSketch, accumulate_dtype, exact_grad_weight
+from rmm_linear.sketches.base import SavedSketch, accumulate_dtype
 from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
 # Odd multiplier of splitmix64 (Steele et al. 2014): rank r's seeds are shifted by r times it, modulo 2**64.
@@ -158,7 +159,7 @@ def grad_weight(
     float64). The tensor of rows `beside` a sketch is x itself, and the product exact.
     """
     if beside:
-        return exact_grad_weight(g, tensors[0]), g.new_empty(0)
+        return backend.estimate(g, tensors[0], backend.product_dtype(g)), g.new_empty(0)
     saved = SavedSketch(seed, tuple(tensors))
     grad_weight, grad_bias = config_of(config).sketch_object.backward(g, saved, need_bias=need_bias, dtype=dtype)
     return grad_weight, g.new_empty(0) if grad_bias is None else grad_bias

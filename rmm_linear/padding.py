@@ -125,10 +125,6 @@ class ValidRows:
         _, rows, times = self._found[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
 
-    def keep_only_valid(self, x: Tensor) -> Tensor:
-        """Return x with its other rows set to zero: a compiled graph has static shapes."""
-        return torch.where(self.mask.unsqueeze(-1) != 0, x, 0)
-
     def _find(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self._found:
             found = next(iter(self._found.values())) if self._found else self._divided()
@@ -287,13 +283,9 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
 
 class RowsCheck:
-    """Looks at a layer's backward passes until one has shown that rows left out carry no gradient.
+    """Satisfied once rows were left out, the others had a finite gradient, and these had none."""
 
-    It is satisfied once rows were left out, the others had a finite gradient, and these had none.
-    """
-
-    def __init__(self) -> None:
-        self.is_satisfied = False
+    is_satisfied = False
 
     def see(self, g: Tensor, index: Tensor) -> None:
         """Look at one gradient (rows, out), of which the rows of `index` were kept. Waits for the device.

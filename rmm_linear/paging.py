@@ -5,25 +5,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rmm_linear.errors import PagingError
-
-
-class Pager(Protocol):
-    """Keeps tensors elsewhere, each until it is taken."""
-
-    def put(self, tensors: Sequence[Tensor]) -> Any:
-        """Copy tensors out, and return a handle for `take`."""
-
-    def take(self, kept: Any) -> list[Tensor]:
-        """Bring tensors back to the devices on which they were."""
-
-    def close(self) -> None:
-        """Free the copies that are left."""
 
 
 class HostPager:
@@ -32,14 +19,14 @@ class HostPager:
     Copies are in the order of the device's stream: nothing waits for them, and nothing overlaps them.
     """
 
-    def put(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, torch.device]]:
+    def put(self, tensors: Sequence[Tensor]) -> list[Any]:
         kept = []
         for tensor in tensors:
             on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             kept.append((on_host.copy_(tensor, non_blocking=True), tensor.device))
         return kept
 
-    def take(self, kept: list[tuple[Tensor, torch.device]]) -> list[Tensor]:
+    def take(self, kept: list[Any]) -> list[Tensor]:
         return [on_host.to(device, non_blocking=True) for on_host, device in kept]
 
     def close(self) -> None:
@@ -61,7 +48,7 @@ class FilePager:
             self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
 
-    def put(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor, torch.device]]:
+    def put(self, tensors: Sequence[Tensor]) -> list[Any]:
         kept = []
         for tensor in tensors:
             left = _bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().data
@@ -73,7 +60,7 @@ class FilePager:
                     self._end, left = self._end + count, left[count:]
         return kept
 
-    def take(self, kept: list[tuple[int, Tensor, torch.device]]) -> list[Tensor]:
+    def take(self, kept: list[Any]) -> list[Tensor]:
         found = []
         for place, like, device in kept:
             tensor = torch.empty_like(like, device="cpu")
@@ -106,6 +93,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     own = tensor if is_dense else torch.empty_like(tensor).copy_(tensor)
     return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+
+
+# `put` copies tensors out and returns a handle, with which `take` brings them back to the devices on which they were.
+Pager = HostPager | FilePager
 
 
 def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:

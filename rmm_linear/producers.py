@@ -40,7 +40,6 @@ KEEPS_OUTPUT = {
 }
 # Of these, those whose output a compiled graph does not need.
 _NOT_IN_GRAPHS = frozenset({"ReluBackward0", "LeakyReluBackward1"})
-_MATRIX = 2
 # Operations whose output lies in the memory of their input.
 _VIEWS = frozenset(
     f"{name}Backward{number}"
@@ -63,7 +62,7 @@ def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) ->
 
 def flattens_in_place(x: Tensor) -> bool:
     """Tell whether F.linear can view a tensor as (rows, features); it makes a copy otherwise, and keeps that."""
-    if x.dim() <= _MATRIX or x.is_contiguous():
+    if x.dim() <= 2 or x.is_contiguous():
         return True
     try:
         x.detach().view(-1, x.shape[-1])

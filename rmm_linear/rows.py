@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SEQUENCE_DIMENSIONS = 3
-
 
 class Layout(NamedTuple):
     """How the rows of an input are dealt out, in plain numbers."""
@@ -42,7 +40,7 @@ NO_ROWS_KEPT = Layout()
 
 def sequences_of(shape: Sequence[int]) -> int:
     """Return how many sequences an input (..., length, features) has; 0 for a matrix, whose rows belong to none."""
-    return math.prod(shape[:-2]) if len(shape) >= _SEQUENCE_DIMENSIONS else 0
+    return math.prod(shape[:-2]) if len(shape) > 2 else 0
 
 
 def layout_of(shape: Sequence[int], tokens: tuple[int, ...], index: Tensor | None = None) -> Layout:

@@ -27,12 +27,12 @@ in both passes of a checkpoint as well.
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Hashable, MutableMapping
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from rmm_linear.norm_cache import RowNorms
 
@@ -87,22 +87,14 @@ class SharedSketch:
         self._parts = None
 
 
-class _Input(weakref.ref[Tensor]):
-    """A tensor that layers were called with, and the groups of its readers, by how they are configured."""
+class _Input:
+    """The layers that were called with one version of a tensor, and their groups, by how they are configured."""
 
-    __slots__ = ("groups", "place", "readers", "version")
-
-    def __init__(self, x: Tensor, forget: Callable[["_Input"], None]) -> None:
-        # `forget` is taken by the __new__ of all weak references
-        self.place = id(x)
-        self.version = x._version
+    def __init__(self, version: int) -> None:
+        self.version = version
         # by the dtype that they compute in, whatever their configurations: the layers of this forward pass
         self.readers: dict[torch.dtype, list[weakref.ref[nn.Module]]] = {}
         self.groups: dict[Hashable, tuple[weakref.ref[SharedSketch], list[weakref.ref[nn.Module]]]] = {}
-
-    def is_still(self, x: Tensor) -> bool:
-        """Tell whether it is this tensor, unchanged."""
-        return self() is x and self.version == x._version
 
     def group_of(self, layer: nn.Module, key: Hashable, dtype: torch.dtype) -> SharedSketch:
         """Find the group of a layer that is called with this input, or begin one."""
@@ -136,19 +128,12 @@ def _is_of_use(group: SharedSketch | None) -> TypeGuard[SharedSketch]:
     return group is not None and not group.is_over
 
 
-def _forget(inputs: dict[int, _Input], gone: _Input) -> None:
-    # unless another tensor lies there by now
-    if inputs.get(gone.place) is gone:
-        del inputs[gone.place]
-
-
 class InputGroups(threading.local):
     """Finds the layers that a thread calls with the same tensor: `DataParallel` runs its replicas in threads."""
 
     def __init__(self) -> None:
-        # by id: a tensor's own comparison is element by element
-        self._inputs: dict[int, _Input] = {}
-        self._forget = partial(_forget, self._inputs)
+        # by identity: a tensor's own comparison is element by element
+        self._inputs: MutableMapping[Tensor, _Input] = WeakIdKeyDictionary()
         # inputs of the adapted layers that are running, the innermost last, and their versions
         self._given: list[tuple[Tensor, int]] = []
 
@@ -172,19 +157,20 @@ class InputGroups(threading.local):
         """
         if x.is_inference():
             return None
-        source = self._source_of(x) if self._given else x
-        known = self._inputs.get(id(source))
-        if known is None or not known.is_still(source):
-            known = self._inputs[id(source)] = _Input(source, self._forget)
+        source, known = self._known(x)
+        if known is None:
+            known = self._inputs[source] = _Input(source._version)
         return known.group_of(layer, (key, dtype, x.dtype, x.device), dtype)
 
     def first_reader(self, x: Tensor, dtype: torch.dtype) -> nn.Module | None:
         """Return the first layer that was called with `x` in this forward pass and computes in `dtype`, or None."""
-        if x.is_inference():
-            return None
+        known = None if x.is_inference() else self._known(x)[1]
+        return known.readers[dtype][0]() if known is not None and dtype in known.readers else None
+
+    def _known(self, x: Tensor) -> tuple[Tensor, _Input | None]:
         source = self._source_of(x) if self._given else x
-        known = self._inputs.get(id(source))
-        return known.readers[dtype][0]() if known and known.is_still(source) and dtype in known.readers else None
+        known = self._inputs.get(source)
+        return source, known if known is not None and known.version == source._version else None
 
     def _source_of(self, x: Tensor) -> Tensor:
         """Find the tensor of another dtype that this one is a copy of: gradients of both go to one node."""

@@ -23,7 +23,7 @@ ALLOWED = {
     "fingerprint": {"backend"},
     "sketches": {"backend", "errors"},
     "config": {"sketches", "fingerprint", "errors"},
-    "ops": {"config", "sketches"},
+    "ops": {"backend", "config", "sketches"},
     "rows": {"errors"},
     "sharing": {"norm_cache"},
     "producers": set(),

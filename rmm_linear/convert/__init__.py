@@ -3,12 +3,10 @@
 from rmm_linear.convert.conversion import convert_linears, revert_linears
 from rmm_linear.convert.conversion_summary import ConversionSummary, LayerSummary, describe, summary
 from rmm_linear.convertible import why_not
-from rmm_linear.names import aligned
 
 __all__ = [
     "ConversionSummary",
     "LayerSummary",
-    "aligned",
     "convert_linears",
     "describe",
     "revert_linears",

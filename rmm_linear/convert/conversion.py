@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rmm_linear.adapters import watch_adapted_layers
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.convert.matching import ALL_LINEAR, LinearLayer, Selection, linear_layers, other_modules
 from rmm_linear.convertible import has_foreign_forward, is_sharded_class, why_not
 from rmm_linear.layer import SketchedLayer, convertible_classes, sketched_class
@@ -89,7 +89,7 @@ def convert_linears(
     skipped = []
     for layer in matched:
         rule = selection.rule_for(layer)
-        wanted = default if rule is None else rule.config
+        wanted = default if rule is None else selection.overrides[rule]
         reason = why_not(layer.module, model) if wanted is not None else None
         if reason is not None:
             skipped.append(f"{layer.label}: {reason}")
@@ -99,7 +99,7 @@ def convert_linears(
         raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
     useless = {} if sample is None else _useless(model, plan, sample)
     # layers that the overrides name are converted all the same
-    named = {layer.name for layer in matched if selection.rule_for(layer)}
+    named = {layer.name for layer in matched if selection.rule_for(layer) is not None}
     useless = {name: reason for name, reason in useless.items() if name not in named}
     if len(useless) == len(plan):
         reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
@@ -238,17 +238,6 @@ def revert_linears(model: nn.Module) -> nn.Module:
     remove_hooks(model.modules())
     watch_adapted_layers(model)
     return model
-
-
-def config_for(ratio: float | None, config: RMMConfig | None) -> RMMConfig:
-    """Return the configuration of the options `ratio` and `config`; a ValueError if both are given."""
-    if config is None:
-        return RMMConfig() if ratio is None else RMMConfig(ratio=ratio)
-    if ratio is not None:
-        raise ValueError(f"both ratio={ratio!r} and config are given; pass config=config.replace(ratio={ratio!r})")
-    if not isinstance(config, RMMConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig")
-    return config
 
 
 def _with_base(kind: type, old: type, new: type) -> type:

@@ -7,7 +7,6 @@ A list names layers, in full or by the end of their dotted name; a string is a r
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
@@ -37,43 +36,29 @@ class LinearLayer:
         return self.name or "(the model)"
 
 
-class Matcher:
-    """PEFT's rules for one option: a list of names or ends of names, or a regular expression for the whole name."""
-
-    def __init__(self, option: str, patterns: str | Collection[str]) -> None:
-        if isinstance(patterns, str):
-            try:
-                re.compile(patterns)
-            except re.error as error:
-                raise ValueError(
-                    f"{option}={patterns!r} is not a regular expression ({error}); for plain names pass a list"
-                ) from None
-        elif not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(f"{option}={patterns!r} is neither a string nor a list of strings")
-        self._patterns = patterns
-
-    def matches(self, layer: LinearLayer) -> bool:
-        """Tell whether a layer is meant, by any of its names."""
-        if isinstance(self._patterns, str):
-            return any(re.fullmatch(self._patterns, alias) for alias in layer.aliases)
-        return any(f".{alias}".endswith(f".{end}") for alias in layer.aliases for end in self._patterns)
-
-    def unused(self, layers: Collection[LinearLayer]) -> list[str]:
-        """The names of a list, or the expression, that match none of the layers."""
-        parts = [self._patterns] if isinstance(self._patterns, str) else [[name] for name in self._patterns]
-        unused = [part for part in parts if not any(map(Matcher("", part).matches, layers))]
-        return [repr(part if isinstance(part, str) else part[0]) for part in unused]
+def _checked(option: str, patterns: str | Collection[str]) -> str | Collection[str]:
+    if isinstance(patterns, str):
+        try:
+            re.compile(patterns)
+        except re.error as error:
+            raise ValueError(
+                f"{option}={patterns!r} is not a regular expression ({error}); for plain names pass a list"
+            ) from None
+    elif not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{option}={patterns!r} is neither a string nor a list of strings")
+    return patterns
 
 
-class Override(NamedTuple):
-    """A pattern of `overrides`: a name, the end of a name, or a regular expression; and what the layers are to have."""
+def _matches(patterns: str | Collection[str], layer: LinearLayer) -> bool:
+    """Tell whether a list or a regular expression means a layer, by any of its names."""
+    if isinstance(patterns, str):
+        return any(re.fullmatch(patterns, alias) for alias in layer.aliases)
+    return any(f".{alias}".endswith(f".{end}") for alias in layer.aliases for end in patterns)
 
-    pattern: str
-    config: RMMConfig | None
 
-    def matches(self, layer: LinearLayer) -> bool:
-        """Tell whether a layer is meant, by any of its names."""
-        return any(Matcher("overrides", each).matches(layer) for each in ([self.pattern], self.pattern))
+def _is_by_pattern(pattern: str, layer: LinearLayer) -> bool:
+    """The same for a pattern of `overrides`: a name, the end of a name, or a regular expression."""
+    return _matches([pattern], layer) or _matches(_checked("overrides", pattern), layer)
 
 
 class Selection:
@@ -86,8 +71,8 @@ class Selection:
         overrides: Mapping[str, RMMConfig | None],
     ) -> None:
         self._options = target_modules, exclude_modules
-        self._targets = Matcher("target_modules", target_modules)
-        self._excluded = Matcher("exclude_modules", exclude_modules or ())
+        self._targets = _checked("target_modules", target_modules)
+        self._excluded = _checked("exclude_modules", exclude_modules or ())
         if not isinstance(overrides, Mapping):
             raise ValueError(f"overrides is a {type(overrides).__name__}; pass a dict of pattern -> RMMConfig or None")
         for pattern, wanted in overrides.items():
@@ -95,23 +80,25 @@ class Selection:
                 raise ValueError(f"overrides has the key {pattern!r}; pass names or regular expressions")
             if wanted is not None and not isinstance(wanted, RMMConfig):
                 raise ValueError(f"overrides[{pattern!r}] is {wanted!r}; pass an RMMConfig, or None for an exact layer")
-        self._rules = [Override(pattern, config) for pattern, config in overrides.items()]
+        self.overrides = overrides
 
     def is_meant(self, layer: LinearLayer) -> bool:
         """Tell whether a layer is a target, and not excluded."""
-        is_targeted = not layer.in_head if self._options[0] == ALL_LINEAR else self._targets.matches(layer)
-        return is_targeted and not self._excluded.matches(layer)
+        is_targeted = not layer.in_head if self._options[0] == ALL_LINEAR else _matches(self._targets, layer)
+        return is_targeted and not _matches(self._excluded, layer)
 
-    def rule_for(self, layer: LinearLayer) -> Override | None:
-        """Return the first of the overrides that matches."""
-        return next((rule for rule in self._rules if rule.matches(layer)), None)
+    def rule_for(self, layer: LinearLayer) -> str | None:
+        """Return the first pattern of the overrides that matches."""
+        return next((pattern for pattern in self.overrides if _is_by_pattern(pattern, layer)), None)
 
     def unused(self, everything: Collection[LinearLayer], matched: Collection[LinearLayer]) -> Iterator[str]:
         """Name the patterns that match nothing."""
-        if parts := self._excluded.unused(everything):
-            yield f"exclude_modules that match no linear layer: {listed(parts)}"
-        if rules := [repr(rule.pattern) for rule in self._rules if not any(map(rule.matches, matched))]:
-            yield f"overrides that match none of the layers to convert: {listed(rules)}"
+        excluded = self._excluded
+        parts = [(excluded, excluded)] if isinstance(excluded, str) else [(name, [name]) for name in excluded]
+        if found := [repr(name) for name, part in parts if not any(_matches(part, layer) for layer in everything)]:
+            yield f"exclude_modules that match no linear layer: {listed(found)}"
+        if found := [repr(each) for each in self.overrides if not any(_is_by_pattern(each, one) for one in matched)]:
+            yield f"overrides that match none of the layers to convert: {listed(found)}"
 
     def __str__(self) -> str:
         targets, excluded = self._options

@@ -29,9 +29,8 @@ except ImportError as error:
 from rmm_linear.candidates import checked_noise
 from rmm_linear.checkpointing.planned import PlannedStep, is_planned, refuse_planned, remove_checkpointing
 from rmm_linear.compiler.backend import Options
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.convert import convert_linears
-from rmm_linear.convert.conversion import config_for
 from rmm_linear.fitting import Fit
 from rmm_linear.integrations.fitted_loss import FittedLoss
 from rmm_linear.memory import MeasuredSaving

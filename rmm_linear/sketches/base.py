@@ -28,17 +28,6 @@ _RATIO_DENOMINATOR = 10**6
 Stored = tuple[tuple[int, ...], torch.dtype]
 
 
-def larger(a: int, b: int) -> int:
-    """Return the larger of two sizes, which may be symbols: `max` would fix them by a guard of the compiler."""
-    # sym_max of plain numbers can't be traced by torch 2.11
-    return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
-
-
-def smaller(a: int, b: int) -> int:
-    """Return the smaller of two sizes, which may be symbols."""
-    return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)
-
-
 class SavedSketch(NamedTuple):
     """All that a layer keeps for its weight gradient: tensors only, so that checkpointing can replay it.
 
@@ -54,11 +43,6 @@ class SavedSketch(NamedTuple):
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sketches sum: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def exact_grad_weight(g: Tensor, x: Tensor) -> Tensor:
-    """Return g^T x of rows that are kept as they are, float32 (float64 for float64)."""
-    return backend.estimate(g, x, backend.product_dtype(g))
 
 
 @dataclass(frozen=True)
@@ -87,7 +71,8 @@ class Sketch(ABC):
     def rank(self, rows: int) -> int:
         """Return how many rows are kept of `rows` (a SymInt in a compiler): round(ratio * rows), at least 1 of any."""
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
-        return smaller(rows, larger(1, kept))
+        # `max` and `min` would fix a symbol by a guard of the compiler
+        return torch.sym_min(rows, torch.sym_max(1, kept))
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""

@@ -166,7 +166,6 @@ class RowsWithoutReplacement(ObliviousSketch):
         return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return (n - r) / (r (n - 1)) * (n s - C)."""
         sums = gradient_sums(x, g)
         rank = self.rank(sums.rows)
         if rank == sums.rows:
@@ -235,7 +234,6 @@ class CRS(ColumnRowSampling):
         return index, factor * total.to(torch.float64) / (rank * weights[index].to(torch.float64))
 
     def variance(self, x: Tensor, g: Tensor, *, gradient_norms: Tensor | None = None) -> Tensor:
-        """Return (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r."""
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
@@ -264,7 +262,6 @@ class WTACRS(ColumnRowSampling):
         return order[position], factor * torch.where(keep, 1.0, tail.to(torch.float64) / drawn)
 
     def variance(self, x: Tensor, g: Tensor, *, gradient_norms: Tensor | None = None) -> Tensor:
-        """Return the drawn part's variance; see the module's docstring."""
         rows, rank = x.shape[0], self.rank(x.shape[0])
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
