@@ -372,8 +372,8 @@ def test_a_weight_gradient_has_the_variance_of_the_closed_form():
     whole = Weighted()
     exact = gradients(whole, whole, x)["model.1.weight"]
     run = compiled(whole, bits=4)
-    errors = [float(((gradients(whole, run, x)["model.1.weight"] - exact) ** 2).sum()) for _ in range(1500)]
-    # 48 numbers, whose squares' mean deviates by sqrt(2 / 48 / 1500) = 0.5 %
+    errors = [float(((gradients(whole, run, x)["model.1.weight"] - exact) ** 2).sum()) for _ in range(500)]
+    # 48 numbers, whose squares' mean deviates by sqrt(2 / 48 / 500) = 0.9 %
     assert sum(errors) / len(errors) == pytest.approx(expected, rel=0.03)
 
 

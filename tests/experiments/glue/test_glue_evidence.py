@@ -7,7 +7,7 @@ import pytest
 
 from experiments.command_line import HarnessError
 from experiments.glue import peers
-from experiments.glue.evidence import Average, drawn, evidence_of, evidence_table, read_study
+from experiments.glue.evidence import Average, evidence_of, evidence_table, read_study
 from experiments.glue.study import ROWS
 from experiments.rows import write_rows
 
@@ -132,18 +132,6 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     assert "differ by 3.5 points (root mean square of 2 pairs" in table
     # exact runs of the two seeds on each device: 60 and 74, and 63 and 70
     assert "on the device cpu have a standard deviation of rte 9.9 points" in table
-
-
-def test_the_figure_has_collapsed_runs_and_runs_whose_noise_was_not_measured():
-    noise = {"gradient_noise": _gradient_noise(2.0)}
-    results = [_result("rte", "exact", seed, 0.60, **noise) for seed in (0, 1)]
-    results += [_result("rte", "hadamard", 0, 0.30, gradient_noise=_gradient_noise(4.0))]
-    results += [_result("rte", "hadamard", 1, 0.61)]
-    (axes,) = drawn(results).axes
-    (points,) = (line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata()))
-    assert list(points.get_xdata()) == [0.5, 0.5]
-    assert list(points.get_ydata()) == [-9.0, pytest.approx(1.0)]
-    assert [text.get_text() for text in axes.texts] == ["-30"]
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):

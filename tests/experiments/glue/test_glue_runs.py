@@ -78,6 +78,8 @@ def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseEx
         slow(RunSettings(method="wta_crs", ratio=0.3, **TWO_EPOCHS), 1, 0),
         # stopped within an epoch by --max-steps
         slow(RunSettings(**{**TWO_EPOCHS, "max_steps": 8, "method": "hadamard", "ratio": 0.5}), 7, 6),
+        # with batches by length and a monitor
+        slow(RunSettings(method="hadamard", ratio=0.3, group_lengths=True, monitor=2, **TWO_EPOCHS), 9, 8),
     ],
     ids=lambda value: value.method_label if isinstance(value, RunSettings) else str(value),
 )
