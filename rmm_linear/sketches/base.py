@@ -28,6 +28,17 @@ _RATIO_DENOMINATOR = 10**6
 Stored = tuple[tuple[int, ...], torch.dtype]
 
 
+def larger(a: int, b: int) -> int:
+    """Return the larger of two sizes, which may be symbols: `max` would fix them by a guard of the compiler."""
+    # sym_max of plain numbers can't be traced by torch 2.11
+    return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """Return the smaller of two sizes, which may be symbols."""
+    return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)
+
+
 class SavedSketch(NamedTuple):
     """All that a layer keeps for its weight gradient: tensors only, so that checkpointing can replay it.
 
@@ -71,8 +82,7 @@ class Sketch(ABC):
     def rank(self, rows: int) -> int:
         """Return how many rows are kept of `rows` (a SymInt in a compiler): round(ratio * rows), at least 1 of any."""
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
-        # `max` and `min` would fix a symbol by a guard of the compiler
-        return torch.sym_min(rows, torch.sym_max(1, kept))
+        return smaller(rows, larger(1, kept))
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear import backend
-from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, register
+from rmm_linear.sketches.base import ObliviousSketch, accumulate_dtype, larger, register
 from rmm_linear.sketches.closed_forms import SLAB_ELEMENTS, product, product_dtype
 
 _BLOCK = 64
@@ -67,7 +67,7 @@ class Hadamard(ObliviousSketch):
         if isinstance(rows, int) and rows == 0:
             return 0, 1
         blocks = (rows + self.block - 1) // self.block
-        return blocks, torch.sym_max(1, (self.numerator * rows) // (self.denominator * blocks))
+        return blocks, larger(1, (self.numerator * rows) // (self.denominator * blocks))
 
     def rank(self, rows: int) -> int:
         blocks, kept = self.geometry(rows)
