@@ -447,6 +447,7 @@ def test_a_model_of_transformers_is_saved_as_a_plain_one_and_keeps_its_tied_head
         ({"overrides": ["dense"]}, "overrides is a list"),
         ({"overrides": {"dense": 0.5}}, "RMMConfig"),
         ({"overrides": {3: None}}, "key 3"),
+        ({"overrides": {".*": None, "layers.(0": None}}, "overrides='layers.\\(0' is not a regular expression"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name_and_leaves_the_model_untouched(arguments, message):

@@ -58,7 +58,7 @@ def _matches(patterns: str | Collection[str], layer: LinearLayer) -> bool:
 
 def _is_by_pattern(pattern: str, layer: LinearLayer) -> bool:
     """The same for a pattern of `overrides`: a name, the end of a name, or a regular expression."""
-    return _matches([pattern], layer) or _matches(_checked("overrides", pattern), layer)
+    return _matches([pattern], layer) or _matches(pattern, layer)
 
 
 class Selection:
@@ -78,6 +78,7 @@ class Selection:
         for pattern, wanted in overrides.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"overrides has the key {pattern!r}; pass names or regular expressions")
+            _checked("overrides", pattern)
             if wanted is not None and not isinstance(wanted, RMMConfig):
                 raise ValueError(f"overrides[{pattern!r}] is {wanted!r}; pass an RMMConfig, or None for an exact layer")
         self.overrides = overrides
