@@ -14,6 +14,7 @@ Each model is captured at its published size without contents, which takes no me
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.generators import chain, u_shape, with_backward
-from experiments.command_line import HarnessError, Parser, add_models, chosen, exit_status
+from experiments.command_line import HarnessError, Parser, add_models, chosen
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
@@ -215,15 +216,13 @@ _OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.plans", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=(*_OF_MODELS, "growth"))
     workloads = of_shape("published")
     add_models(parser, workloads)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
 
-    def work() -> int:
-        options = parser.parse_args(arguments)
+    def work(options: argparse.Namespace) -> None:
         found: list[dict[str, Any]] = []
         for row in growth() if options.kind == "growth" else ():
             found.append(row | origin())
@@ -236,9 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_rows(options.results / file, of_model, order=[each.title for each in workloads])
             print(f"{workload.title}: {len(of_model)} rows", flush=True)
         print(write_report(options.results))
-        return 0
 
-    return exit_status(work)
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -497,10 +497,5 @@ def write_report(folder: Path) -> str:
     return "\n\n".join(f"{name}\n\n{make(folder)}" for name, (file, make) in shown.items() if (folder / file).exists())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(arguments, write_report, default=RESULTS)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(write_report, RESULTS))

@@ -41,7 +41,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
-from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.command_line import Parser, add_models, chosen
 from experiments.glue.settings import BITS, RunSettings
 from experiments.provenance import origin
 from experiments.rows import write_rows
@@ -442,7 +442,7 @@ def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str
         yield row | {"relative_variance": noise.relative_variance} | origin()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     kind, key = options.kind, "small" if options.kind in ("eager", "planners") else options.kind
     key += ", cuda" if options.device == "cuda" else ""
     transformers.logging.set_verbosity_error()
@@ -478,11 +478,9 @@ def _run(options: argparse.Namespace) -> int:
             write_rows(options.results / file, [{"model": name} | row for row in rows], order=order)
         gc.collect()
     print(write_report(options.results))
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=("eager", "planners", "compiled", "codes"))
     add_models(parser, WORKLOADS)
@@ -495,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
     parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
-    return exit_status(lambda: _run(parser.parse_args(arguments)))
+    return parser.run(_run, arguments)
 
 
 if __name__ == "__main__":

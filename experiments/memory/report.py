@@ -94,10 +94,5 @@ def draw_figure(rows: Rows, path: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(arguments, write_report, default=RESULTS)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(write_report, RESULTS))
