@@ -38,24 +38,13 @@ from rmm_linear.planning.strategies.zhang2023_coop import CoopRun
 
 from .arenas import DtrInArena, arena_for, least_arena, lifetimes
 from .models import Shape, Workload, of_shape
-from .report import (
-    ARENAS_FILE,
-    BOUNDS_FILE,
-    BOUNDS_PERCENTS,
-    ENERGY_FILE,
-    ENERGY_PERCENTS,
-    FRONTIERS_FILE,
-    GROWTH_FILE,
-    GROWTH_PERCENTS,
-    RESULTS,
-    write_report,
-)
+from .report import RESULTS, write_report
 
 # it proposes what all others propose
 _ALL_OTHERS = "auto"
+# budgets in percent of the plain peak
+BOUNDS_PERCENTS, GROWTH_PERCENTS, ENERGY_PERCENTS = (80, 60, 40, 25, 15), (75, 50, 25), (80, 60, 40)
 _CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
-
-
 DEVICES = Path(__file__).parent / "devices.csv"
 _OF_DEVICES = (
     "flops_per_s",
@@ -68,8 +57,8 @@ _OF_DEVICES = (
 
 
 def _captured(workload: Workload, shape: Shape, costs: str = "roofline") -> Graph:
-    with workload.without_contents(shape) as (model, batch):
-        return capture(model, kwargs=batch, step=workload.step, costs=costs).graph
+    model, batch = workload.without_contents(shape)
+    return capture(model, kwargs=batch, step=workload.step, costs=costs).graph
 
 
 def _plain_bytes(graph: Graph) -> int:
@@ -87,8 +76,7 @@ def _auto_cost(graph: Graph, budget: int) -> float | None:
 def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Plan with every strategy: a row for each proposal that some budget, in percent of the plain peak, chooses."""
     shape, plain_bytes = workload.shapes["published"], _plain_bytes(graph)
-    with workload.without_contents(shape) as (model, _):
-        parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    parameters = sum(each.nbytes for each in workload.without_contents(shape)[0].parameters())
     for name in available_strategies():
         if name == _ALL_OTHERS:
             continue
@@ -208,10 +196,10 @@ def growth() -> Iterator[dict[str, Any]]:
 
 
 _OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, Any]]]]] = {
-    "strategies": (FRONTIERS_FILE, strategies),
-    "bounds": (BOUNDS_FILE, bounds),
-    "arenas": (ARENAS_FILE, arenas),
-    "energy": (ENERGY_FILE, energy),
+    "strategies": ("frontiers.csv", strategies),
+    "bounds": ("bounds.csv", bounds),
+    "arenas": ("arenas.csv", arenas),
+    "energy": ("energy.csv", energy),
 }
 
 
@@ -227,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in growth() if options.kind == "growth" else ():
             found.append(row | origin())
             print(row, flush=True)
-            write_rows(options.results / GROWTH_FILE, found)
+            write_rows(options.results / "growth.csv", found)
         for workload in chosen(workloads, options.models) if options.kind in _OF_MODELS else ():
             file, rows = _OF_MODELS[options.kind]
             graph = _captured(workload, workload.shapes["published"])

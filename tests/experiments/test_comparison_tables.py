@@ -33,21 +33,20 @@ def test_a_gpus_table_tells_the_time_in_kernels_and_what_has_no_plan(tmp_path: P
     eager |= {"eager_kernels_s": 1.0}
     planned = eager | {"method": "budget 60%", "step_s": 3.0, "kernels_s": 0.9, "activation_peak_bytes": 45}
     nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
-    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, eager | nothing | {"method": "budget 9%"}])
-    table = report.codes_table(tmp_path)
-    assert "| way | step time | in kernels | saved for the backward pass |" in table
-    assert "| budget 60% | 1.50 | 0.90 | 100 % | 50 % |" in table
-    assert "| budget 9% | no plan |  |  |  |  |" in table
-    # step times of processes whose eager steps differ say nothing
-    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_step_s": 2.5}])
-    assert "| budget 60% | - | 0.90 | 100 % | 50 % |" in report.codes_table(tmp_path)
-    # another process ran this way, and the kernels of its eager step took longer
-    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned | {"eager_kernels_s": 2.0}])
-    assert "| budget 60% | 1.50 | 0.45 | 100 % | 50 % |" in report.codes_table(tmp_path)
-    # rows of two GPUs stand in two tables
+    write_rows(tmp_path / "codes-cuda.csv", [eager, planned, eager | nothing | {"method": "budget 9%"}])
+    assert "| budget 9% | no plan |  |  |  |  |" in report.codes_table(tmp_path)
     other = [row | {"hardware": "another GPU", "kernels_s": 0.5, "eager_kernels_s": 0.5} for row in (eager, planned)]
-    write_rows(tmp_path / report.CODES_CUDA_FILE, [eager, planned, *other])
-    assert "| budget 60% | 1.50 | 1.00 | 100 % | 50 % |" in report.codes_table(tmp_path)
+    for rows, line in (
+        ([eager, planned], "1.50 | 0.90"),
+        # step times of processes whose eager steps differ say nothing
+        ([eager, planned | {"eager_step_s": 2.5}], "- | 0.90"),
+        # another process ran this way, and the kernels of its eager step took longer
+        ([eager, planned | {"eager_kernels_s": 2.0}], "1.50 | 0.45"),
+        # rows of two GPUs stand in two tables
+        ([eager, planned, *other], "1.50 | 1.00"),
+    ):
+        write_rows(tmp_path / "codes-cuda.csv", rows)
+        assert f"| budget 60% | {line} | 100 % | 50 % |" in report.codes_table(tmp_path)
 
 
 def test_plans_that_ran_are_a_line_a_strategy_and_their_peaks_are_counted(tmp_path: Path) -> None:
@@ -56,7 +55,8 @@ def test_plans_that_ran_are_a_line_a_strategy_and_their_peaks_are_counted(tmp_pa
     row |= {"same_gradients": True, "proof": "its program has no plan of less cost"}
     other = row | {"budget_percent": 60, "extra_cost": 0.3, "peak_bytes": 63, "proof": None}
     refused = row | dict.fromkeys(row.keys() - {"model", "strategy", "budget_percent", "planning_s"})
-    write_rows(tmp_path / report.PLANNERS_FILE, [row, other, refused | {"strategy": "olla"}])
+    rows = [row, other, refused | {"budget_percent": 40}, refused | {"strategy": "olla"}]
+    write_rows(tmp_path / "planners.csv", rows)
     block = report.planners_block(tmp_path)
     assert "| net | chen | +10.0 %, 0.5 s | +30.0 %, 0.5 s | - | its program has no plan of less cost |" in block
     assert "| net | olla | - | - | - |  |" in block
@@ -81,7 +81,7 @@ def test_a_device_profile_with_missing_fields_is_refused(tmp_path: Path, wrong: 
 
 
 def test_every_committed_plan_that_ran_exactly_left_the_same_gradients_to_rounding() -> None:
-    rows = [row for row in read_rows(report.RESULTS / report.COMPILED_FILE) if row["method"] == report.EXACT]
+    rows = [row for row in read_rows(report.RESULTS / "compiled.csv") if row["method"] == report.EXACT]
     assert len({row["model"] for row in rows}) == 5
     assert all(row["same_gradients"] or row["error"] < 1e-5 for row in rows if row["peak_bytes"] is not None)
 
