@@ -15,22 +15,25 @@ class HarnessError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises `HarnessError` where argparse would exit."""
+    """A parser of an experiment's command line, which does the work as well."""
 
     def error(self, message: str) -> NoReturn:
         raise HarnessError(f"{message}; see --help")
 
+    def run(self, work: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None = None) -> int:
+        """Parse the command line, and do the work with its options.
 
-def exit_status(work: Callable[[], int]) -> int:
-    """Do the work; after a `HarnessError`, print what the user has to put right and return 2."""
-    try:
-        return work()
-    except HarnessError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is saved", file=sys.stderr)
-        return 130
-    return 2
+        Returns:
+            The exit status: the work's or 0; after a `HarnessError` 2, and a line on stderr tells what to put right.
+        """
+        try:
+            return work(self.parse_args(arguments)) or 0
+        except HarnessError as error:
+            print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on from what is saved", file=sys.stderr)
+            return 130
+        return 2
 
 
 def add_models(parser: argparse.ArgumentParser, models: Sequence[Any]) -> None:
@@ -44,17 +47,10 @@ def chosen(models: Sequence[Any], names: Sequence[str]) -> list[Any]:
     return [model for model in models if model.name in names]
 
 
-def report_command(arguments: Sequence[str] | None, write_report: Callable[[Path], str], default: Path | None) -> int:
-    """Write the report of the results folder that a command line names, or of `default`, and print it.
-
-    Returns:
-        The exit status: 0, or 2 with one line on stderr if the user has something to put right.
-    """
+def report_command(
+    write_report: Callable[[Path], str], default: Path | None = None, arguments: Sequence[str] | None = None
+) -> int:
+    """Write the report of the results folder that a command line names, or of `default`, and print it."""
     parser = Parser(description="Write tables and figures of a results folder into that folder.")
     parser.add_argument("folder", type=Path, nargs=None if default is None else "?", default=default)
-
-    def work() -> int:
-        print(write_report(parser.parse_args(arguments).folder))
-        return 0
-
-    return exit_status(work)
+    return parser.run(lambda options: print(write_report(options.folder)), arguments)

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import provenance
 from experiments.blocks import table
-from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.command_line import HarnessError, Parser
 from experiments.glue.evidence import Average
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
@@ -289,16 +289,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
 
-    def work(options: argparse.Namespace) -> int:
+    def work(options: argparse.Namespace) -> None:
         if not options.report:
             torch.set_num_threads(1)
             _run_missing(options.results, options.methods, options.seeds, options.rates)
         rows = read_rows(options.results)
         draw(rows, options.results / FIGURE)
         print(language_model_table(rows))
-        return 0
 
-    return exit_status(lambda: work(parser.parse_args(arguments)))
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ exact gradient over that gradient's square: its mean is 1 for an unbiased one.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import itertools
 import math
@@ -28,8 +27,9 @@ from torch import Tensor
 
 from experiments import provenance
 from experiments.blocks import table
-from experiments.command_line import Parser, exit_status
+from experiments.command_line import Parser
 from experiments.language_model import batches, new_model, read_text
+from experiments.rows import read_rows, write_rows
 from rmm_linear import RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
@@ -162,10 +162,9 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
     }
 
 
-def peers_table(folder: Path = RESULTS) -> str:
+def peers_table() -> str:
     """Write the table of the committed rows, in Markdown."""
-    with (folder / FILE).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(RESULTS / FILE)
     lines = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         cells = [name]
@@ -173,13 +172,9 @@ def peers_table(folder: Path = RESULTS) -> str:
             if row["error"]:
                 cells += [row["error"].partition(":")[0], "", ""]
                 continue
-            slope = float(row["slope"])
-            digits = f"{slope:.3f} ± {2 * float(row['slope_error']):.3f}" if abs(slope) < 100 else f"{slope:.3g}"
-            cells += [
-                digits,
-                f"{float(row['squared_error']):.2g}",
-                f"{100 * float(row['kept']):.0f} %" if float(row["kept"]) else "-",
-            ]
+            slope = row["slope"]
+            digits = f"{slope:.3f} ± {2 * row['slope_error']:.3f}" if abs(slope) < 100 else f"{slope:.3g}"
+            cells += [digits, f"{row['squared_error']:.2g}", f"{100 * row['kept']:.0f} %" if row["kept"] else "-"]
         lines.append(cells)
     header = ["estimator"]
     for name in dict.fromkeys(row["layer"] for row in rows):
@@ -197,26 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m experiments.peers", description=__doc__.partition("\n")[0])
     parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
     parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
 
-    def work(options: argparse.Namespace) -> int:
+    def work(options: argparse.Namespace) -> None:
         rows = []
         made_by = {"commit": provenance.commit()["commit"], "torch": torch.__version__}
         for place, (x, g) in inputs_and_gradients().items():
             for name, layer in (*ours(), *fewbit(options.fewbit), *wtacrs(options.wtacrs, g)):
-                found = {"slope": "", "slope_error": "", "squared_error": "", "kept": "", "error": ""}
-                found |= measure(layer, x, g)
+                found = dict.fromkeys(("slope", "slope_error", "squared_error", "kept", "error")) | measure(layer, x, g)
                 rows.append({"estimator": name, "layer": place.rpartition(".")[2], **found, **made_by})
                 print(rows[-1], flush=True)
-        options.results.mkdir(parents=True, exist_ok=True)
-        with (options.results / FILE).open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        print(peers_table(options.results))
-        return 0
+        write_rows(RESULTS / FILE, rows)
+        print(peers_table())
 
-    return exit_status(lambda: work(parser.parse_args(arguments)))
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import csv
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,9 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         raise
 
 
-def by_model(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each model, by its name."""
-    found: dict[str, list[dict[str, Any]]] = {}
+def grouped(rows: Iterable[dict[str, Any]], *columns: str) -> dict[Any, list[dict[str, Any]]]:
+    """Return the rows of each value of a column, or of each tuple of the values of several columns."""
+    found: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["model"], []).append(row)
+        found.setdefault(itemgetter(*columns)(row), []).append(row)
     return found

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.blocks import table
-from experiments.checkpointing.report import (
-    BLOCKS,
-    CODES_FILE,
-    COMPILED,
-    EAGER,
-    EXACT,
-    INDUCTOR,
-    read_compiled,
-    size_of,
-)
+from experiments.checkpointing.report import BLOCKS, COMPILED, EAGER, EXACT, INDUCTOR, read_compiled, size_of
 from experiments.glue.sketch_noise import ALL_ROWS, ONE_FOR_ALL
 from experiments.memory.report import method_name
 from experiments.rows import read_rows
@@ -51,7 +42,7 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         ("(in their place)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
         ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
     ]
-    coded = {row["method"]: row for row in read_rows(checkpointing / CODES_FILE) if row["model"] == CODED}
+    coded = {row["method"]: row for row in read_rows(checkpointing / "codes.csv") if row["model"] == CODED}
     first = coded[EAGER]
 
     def estimated(want: str, call: str, row: Mapping[str, Any]) -> list[str]:

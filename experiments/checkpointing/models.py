@@ -7,8 +7,7 @@ outweigh parameters. A batch is a dictionary of tensors, and a step returns its 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -365,12 +364,10 @@ class Workload:
             batch["attention_mask"] = (torch.arange(shape.size) < lengths).long()
         return model, batch
 
-    @contextmanager
-    def without_contents(self, shape: Shape) -> Iterator[tuple[nn.Module, Batch]]:
+    def without_contents(self, shape: Shape) -> tuple[nn.Module, Batch]:
         """Build the model and a batch without contents, which take no memory: enough for a capture."""
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model, batch = self.at(shape)
-        yield model, batch
+            return self.at(shape)
 
 
 def _shapes(published: tuple[int, int], small: tuple[float, int, int], **more: Shape) -> dict[str, Shape]:

@@ -14,6 +14,7 @@ Each model is captured at its published size without contents, which takes no me
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.generators import chain, u_shape, with_backward
-from experiments.command_line import HarnessError, Parser, add_models, chosen, exit_status
+from experiments.command_line import HarnessError, Parser, add_models, chosen
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
@@ -37,24 +38,13 @@ from rmm_linear.planning.strategies.zhang2023_coop import CoopRun
 
 from .arenas import DtrInArena, arena_for, least_arena, lifetimes
 from .models import Shape, Workload, of_shape
-from .report import (
-    ARENAS_FILE,
-    BOUNDS_FILE,
-    BOUNDS_PERCENTS,
-    ENERGY_FILE,
-    ENERGY_PERCENTS,
-    FRONTIERS_FILE,
-    GROWTH_FILE,
-    GROWTH_PERCENTS,
-    RESULTS,
-    write_report,
-)
+from .report import RESULTS, write_report
 
 # it proposes what all others propose
 _ALL_OTHERS = "auto"
+# budgets in percent of the plain peak
+BOUNDS_PERCENTS, GROWTH_PERCENTS, ENERGY_PERCENTS = (80, 60, 40, 25, 15), (75, 50, 25), (80, 60, 40)
 _CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
-
-
 DEVICES = Path(__file__).parent / "devices.csv"
 _OF_DEVICES = (
     "flops_per_s",
@@ -67,8 +57,8 @@ _OF_DEVICES = (
 
 
 def _captured(workload: Workload, shape: Shape, costs: str = "roofline") -> Graph:
-    with workload.without_contents(shape) as (model, batch):
-        return capture(model, kwargs=batch, step=workload.step, costs=costs).graph
+    model, batch = workload.without_contents(shape)
+    return capture(model, kwargs=batch, step=workload.step, costs=costs).graph
 
 
 def _plain_bytes(graph: Graph) -> int:
@@ -86,8 +76,7 @@ def _auto_cost(graph: Graph, budget: int) -> float | None:
 def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Plan with every strategy: a row for each proposal that some budget, in percent of the plain peak, chooses."""
     shape, plain_bytes = workload.shapes["published"], _plain_bytes(graph)
-    with workload.without_contents(shape) as (model, _):
-        parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    parameters = sum(each.nbytes for each in workload.without_contents(shape)[0].parameters())
     for name in available_strategies():
         if name == _ALL_OTHERS:
             continue
@@ -207,28 +196,26 @@ def growth() -> Iterator[dict[str, Any]]:
 
 
 _OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, Any]]]]] = {
-    "strategies": (FRONTIERS_FILE, strategies),
-    "bounds": (BOUNDS_FILE, bounds),
-    "arenas": (ARENAS_FILE, arenas),
-    "energy": (ENERGY_FILE, energy),
+    "strategies": ("frontiers.csv", strategies),
+    "bounds": ("bounds.csv", bounds),
+    "arenas": ("arenas.csv", arenas),
+    "energy": ("energy.csv", energy),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.plans", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=(*_OF_MODELS, "growth"))
     workloads = of_shape("published")
     add_models(parser, workloads)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
 
-    def work() -> int:
-        options = parser.parse_args(arguments)
+    def work(options: argparse.Namespace) -> None:
         found: list[dict[str, Any]] = []
         for row in growth() if options.kind == "growth" else ():
             found.append(row | origin())
             print(row, flush=True)
-            write_rows(options.results / GROWTH_FILE, found)
+            write_rows(options.results / "growth.csv", found)
         for workload in chosen(workloads, options.models) if options.kind in _OF_MODELS else ():
             file, rows = _OF_MODELS[options.kind]
             graph = _captured(workload, workload.shapes["published"])
@@ -236,9 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_rows(options.results / file, of_model, order=[each.title for each in workloads])
             print(f"{workload.title}: {len(of_model)} rows", flush=True)
         print(write_report(options.results))
-        return 0
 
-    return exit_status(work)
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -13,33 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from experiments.blocks import filled, percent, table
 from experiments.command_line import report_command
-from experiments.rows import by_model, read_rows, replace_file
+from experiments.rows import grouped, read_rows, replace_file
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
-# of plans.py
-FRONTIERS_FILE, BOUNDS_FILE, GROWTH_FILE, ARENAS_FILE = "frontiers.csv", "bounds.csv", "growth.csv", "arenas.csv"
-ENERGY_FILE = "energy.csv"
-# of steps.py
-EAGER_FILE, COMPILED_FILE, CODES_FILE, CODES_CUDA_FILE = "eager.csv", "compiled.csv", "codes.csv", "codes-cuda.csv"
-NOISE_FILE, PLANNERS_FILE = "codes_noise.csv", "planners.csv"
 EAGER, BLOCKS, COMPILED, BUDGET = "eager", "torch checkpoint", "torch.compile", "torch budget"
 EXACT, INDUCTOR = "planned, exact", "planned, inductor"
 # settings of budgets that lie evenly between the plain peak and the least
 SPREAD = "spread"
-BOUNDS_PERCENTS = (80, 60, 40, 25, 15)
-GROWTH_PERCENTS = (75, 50, 25)
-ENERGY_PERCENTS = (80, 60, 40)
-PLANNERS_PERCENTS = (80, 60, 40)
 Row = dict[str, Any]
 Rows = Sequence[Row]
 _GB = 1e9
@@ -76,23 +63,18 @@ def _least(rows: Rows, extra_cost: float) -> Row | None:
     return min(fitting, key=lambda row: (row["peak_bytes"], row["extra_cost"]), default=None)
 
 
-def _frontiers(folder: Path) -> dict[str, list[Row]]:
-    return by_model(read_rows(folder / FRONTIERS_FILE))
+def _percents(rows: Rows) -> list[int]:
+    return sorted({row["budget_percent"] for row in rows}, reverse=True)
 
 
 def strategies_table(folder: Path) -> str:
     """Return each strategy's least peak whose extra time is at most a third, "-" where it refuses: a line a model."""
-    models = {
-        model: [row for row in rows if not row["strategy"].startswith(_SOLVERS)]
-        for model, rows in _frontiers(folder).items()
-    }
-    names = list(dict.fromkeys(row["strategy"] for rows in models.values() for row in rows))
-    lines = []
-    for model, rows in models.items():
+    every = [row for row in read_rows(folder / "frontiers.csv") if not row["strategy"].startswith(_SOLVERS)]
+    names, lines = list(grouped(every, "strategy")), []
+    for model, rows in grouped(every, "model").items():
         found = [_least([row for row in rows if row["strategy"] == name], _ONE_FORWARD) for name in names]
         shares = ((row, percent(row and row["peak_bytes"] / row["plain_peak_bytes"])) for row in found)
         lines.append([model, *(f"{of} for {percent(row['extra_cost'], '+')}" if row else "-" for row, of in shares)])
-    every = [row for row in read_rows(folder / FRONTIERS_FILE) if row["strategy"] in names]
     for label, rows in (
         (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in every if row["ops"] <= _MANY_OPS]),
         ("planning, s (longest of more)", [row for row in every if row["ops"] > _MANY_OPS]),
@@ -105,11 +87,10 @@ def strategies_table(folder: Path) -> str:
 def solvers_table(folder: Path) -> str:
     """Return what budgets cost with each solver and online policy, and with the best of the others: a line each."""
     lines = []
-    for model, rows in _frontiers(folder).items():
-        groups: dict[str, list[Row]] = {}
+    for model, rows in grouped(read_rows(folder / "frontiers.csv"), "model").items():
         for row in rows:
-            name = row["strategy"] if row["strategy"].startswith(_SOLVERS) else "best of the others"
-            groups.setdefault(name, []).append(row)
+            row["group"] = row["strategy"] if row["strategy"].startswith(_SOLVERS) else "best of the others"
+        groups = grouped(rows, "group")
         plain = rows[0]["plain_peak_bytes"]
         for name, own in groups.items() if len(groups) > 1 else ():
             seconds = sum({row["strategy"]: row["planning_s"] for row in own}.values())
@@ -122,20 +103,18 @@ def solvers_table(folder: Path) -> str:
 
 def planners_block(folder: Path) -> str:
     """Return the figure of plans that ran, a table with a line a model and strategy, and how many ran as planned."""
-    every = read_rows(folder / PLANNERS_FILE)
-    lines = []
-    for model, rows in by_model(every).items():
-        for name in dict.fromkeys(row["strategy"] for row in rows):
-            of = {row["budget_percent"]: row for row in rows if row["strategy"] == name}
-            cells = []
-            for budget in PLANNERS_PERCENTS:
-                row = of.get(budget)
-                is_planned = row is not None and row["extra_cost"] is not None
-                cells.append(f"{percent(row['extra_cost'], '+')}, {row['planning_s']:.1f} s" if is_planned else "-")
-            proofs = [row["proof"] for row in of.values() if row["proof"]]
-            lines.append([model, name, *cells, proofs[-1] if proofs else ""])
-    head = ["model", "strategy", *(f"at {each} %: time, planning" for each in PLANNERS_PERCENTS)]
+    every, lines = read_rows(folder / "planners.csv"), []
     ran = [row for row in every if row["extra_cost"] is not None]
+    percents = _percents(every)
+    for (model, name), rows in grouped(every, "model", "strategy").items():
+        cells = {
+            row["budget_percent"]: f"{percent(row['extra_cost'], '+')}, {row['planning_s']:.1f} s"
+            for row in rows
+            if row in ran
+        }
+        proofs = [row["proof"] for row in rows if row["proof"]]
+        lines.append([model, name, *(cells.get(each, "-") for each in percents), proofs[-1] if proofs else ""])
+    head = ["model", "strategy", *(f"at {each} %: time, planning" for each in percents)]
     to_the_byte = sum(row["peak_bytes"] == row["simulated_peak_bytes"] for row in ran)
     same = sum(row["same_gradients"] for row in ran)
     claim = (
@@ -150,11 +129,10 @@ def planners_block(folder: Path) -> str:
 
 def draw_planners(rows: Rows, path: Path) -> None:
     """Draw a panel a model: what each strategy's plans cost against the peak that they were measured to take."""
-    models = by_model([row for row in rows if row["extra_cost"] is not None])
-    names = list(dict.fromkeys(row["strategy"] for row in rows))
-    size = (4.4 * len(models) + 2.2, 4.2)
-    figure, grid = plt.subplots(1, len(models), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    colours, markers = plt.get_cmap("tab20"), "osPX^vD*"
+    models, names = grouped([row for row in rows if row["extra_cost"] is not None], "model"), grouped(rows, "strategy")
+    figure = Figure(figsize=(4.4 * len(models) + 2.2, 4.2), layout="constrained")
+    grid = figure.subplots(1, len(models), squeeze=False, sharey=True)
+    colours, markers = colormaps["tab20"], "osPX^vD*"
     for axes, (model, own) in zip(grid.flat, models.items(), strict=True):
         for number, name in enumerate(names):
             of = sorted((row for row in own if row["strategy"] == name), key=lambda row: row["peak_bytes"])
@@ -172,13 +150,11 @@ def draw_planners(rows: Rows, path: Path) -> None:
     figure.supxlabel("measured peak, % of the plain step's", fontsize=10)
     figure.supylabel("extra time by roofline, %", fontsize=10)
     figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
 
 
 def published_table(folder: Path) -> str:
     """Return the peaks that Kusumoto et al. published beside ours, parameters included, gradients kept."""
-    lines = []
-    frontiers = _frontiers(folder)
+    frontiers, lines = grouped(read_rows(folder / "frontiers.csv"), "model"), []
     for model, (none, chen, kusumoto) in _PUBLISHED.items():
         rows = frontiers[model]
         parameters = rows[0]["parameter_bytes"]
@@ -194,38 +170,36 @@ def published_table(folder: Path) -> str:
 
 def bounds_table(folder: Path) -> str:
     """Return the extra compute of auto's plans, and the bound of any plan."""
-    names = ("extra_cost", "bound")
 
     def cell(row: Row) -> str:
-        return " / ".join("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in names)
+        return " / ".join("-" if each is None else f"{100 * each:.1f}" for each in (row["extra_cost"], row["bound"]))
 
-    lines = [[model, *map(cell, rows)] for model, rows in by_model(read_rows(folder / BOUNDS_FILE)).items()]
-    return table(["model", *(f"{each} %" for each in BOUNDS_PERCENTS)], lines)
+    every = read_rows(folder / "bounds.csv")
+    lines = [[model, *map(cell, rows)] for model, rows in grouped(every, "model").items()]
+    return table(["model", *(f"{each} %" for each in _percents(every))], lines)
 
 
 def growth_table(folder: Path) -> str:
     """Return the seconds of planning, and the plan's extra compute, of small and large graphs."""
-    lines: dict[tuple[str, int], list[str]] = {}
-    for row in read_rows(folder / GROWTH_FILE):
+
+    def cell(row: Row) -> str:
         extra = "no plan found" if row["extra_cost"] is None else f"{100 * row['extra_cost']:.1f} %"
-        cells = lines.setdefault((row["model"], row["ops"]), [row["model"], f"{row['ops']:,}"])
-        cells.append(f"{row['seconds']:.1f} s ({extra})")
-    return table(["graph", "ops", *(f"budget {each} %" for each in GROWTH_PERCENTS)], lines.values())
+        return f"{row['seconds']:.1f} s ({extra})"
+
+    every = read_rows(folder / "growth.csv")
+    lines = [[model, f"{ops:,}", *map(cell, rows)] for (model, ops), rows in grouped(every, "model", "ops").items()]
+    return table(["graph", "ops", *(f"budget {each} %" for each in _percents(every))], lines)
 
 
 def energy_table(folder: Path) -> str:
     """Return time and energy over the plain step's, within parts of its peak: a line a model, device and way."""
-    lines = []
-    for model, rows in by_model(read_rows(folder / ENERGY_FILE)).items():
-        keys = dict.fromkeys((row["device"], row["way"]) for row in rows)
-        for device, way in keys:
-            own = {row["budget_percent"]: row for row in rows if (row["device"], row["way"]) == (device, way)}
-            cells = (
-                "-" if row["time"] is None else f"{row['time']:.3f}, {row['energy']:.3f}"
-                for row in (own[percent] for percent in ENERGY_PERCENTS)
-            )
-            lines.append([model, device, way, *cells])
-    return table(["model", "device", "way", *(f"at {each} %: time, energy" for each in ENERGY_PERCENTS)], lines)
+
+    def cell(row: Row) -> str:
+        return "-" if row["time"] is None else f"{row['time']:.3f}, {row['energy']:.3f}"
+
+    every, columns = read_rows(folder / "energy.csv"), ("model", "device", "way")
+    lines = [[*names, *map(cell, rows)] for names, rows in grouped(every, *columns).items()]
+    return table([*columns, *(f"at {each} %: time, energy" for each in _percents(every))], lines)
 
 
 def arenas_table(folder: Path) -> str:
@@ -233,7 +207,7 @@ def arenas_table(folder: Path) -> str:
     columns = [(policy, key) for policy in ("DTR", "Coop") for key in ("least_arena", "free_at_failure")]
     labels = {"least_arena": "least arena", "free_at_failure": "free where it fails"}
     lines = []
-    for model, rows in by_model(read_rows(folder / ARENAS_FILE)).items():
+    for model, rows in grouped(read_rows(folder / "arenas.csv"), "model").items():
         of = {row["policy"]: row for row in rows}
         cells = [percent(of[policy][key]) if policy in of else "" for policy, key in columns]
         lines.append([model, *cells, percent(of["OLLA"]["least_arena"]) if "OLLA" in of else ""])
@@ -260,7 +234,7 @@ def _of(rows: Rows, family: str) -> list[Row]:
 def eager_table(folder: Path) -> str:
     """Return, for what users have without a planner, the FLOPs that a plan of the same peak computes more."""
     lines = []
-    for model, rows in by_model(read_rows(folder / EAGER_FILE)).items():
+    for model, rows in grouped(read_rows(folder / "eager.csv"), "model").items():
         eager, plans = _of(rows, EAGER)[0]["tensors_peak_bytes"], _of(rows, EXACT)
         cells = [model]
         for family in (_EAGER_BLOCKS, _COMPILED_BUDGET):
@@ -284,8 +258,8 @@ def _claims(rows: Rows) -> str:
     """Say how many plans kept their budgets and bits."""
     spread = [row for row in rows if row["method"] == INDUCTOR and row["setting"].startswith(SPREAD)]
     within = sum(row["peak_bytes"] is not None and row["peak_bytes"] <= row["budget_bytes"] for row in spread)
-    monotone = 0
-    for own in by_model(spread).values():
+    models, monotone = grouped(spread, "model"), 0
+    for own in models.values():
         peaks = [row["peak_bytes"] for row in sorted(own, key=lambda row: row["budget_bytes"])]
         monotone += None not in peaks and peaks == sorted(peaks)
     others = [row for row in _of(rows, INDUCTOR) if row not in spread]
@@ -296,7 +270,7 @@ def _claims(rows: Rows) -> str:
     return (
         f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} budgets that lie'
         f" evenly, and in {kept} of {len(others)} others; it grows with the budget on {monotone} of"
-        f' {len(by_model(spread))} models. `executor="exact"`: the measured peak is the simulated one to the byte'
+        f' {len(models)} models. `executor="exact"`: the measured peak is the simulated one to the byte'
         f" in {to_the_byte} of {len(exact)} plans, and all gradients are those of eager mode bit for bit in {same}."
     )
 
@@ -316,7 +290,7 @@ def _ratios(rows: Rows, rivals: Rows) -> Iterator[float]:
 def _compiled_table(rows: Rows) -> str:
     """Return plans beside what torch.compile has, a line a model."""
     lines = []
-    for model, own in by_model(rows).items():
+    for model, own in grouped(rows, "model").items():
         (eager,), (unlimited,) = _of(own, EAGER), _of(own, COMPILED)
         cells = [f"{model}, {eager['batch']} x {eager['size']}", f"{eager['step_s']:.2f}"]
         cells += [_share(row, eager) for each in (_EAGER_BLOCKS, COMPILED, _COMPILED_BLOCKS) for row in _of(own, each)]
@@ -337,7 +311,7 @@ def _compiled_table(rows: Rows) -> str:
 
 def read_compiled(folder: Path) -> list[Row]:
     """Read the rows of compiled steps, whose settings are texts."""
-    return [row | {"setting": row["setting"] or ""} for row in read_rows(folder / COMPILED_FILE)]
+    return [row | {"setting": row["setting"] or ""} for row in read_rows(folder / "compiled.csv")]
 
 
 def compiled_block(folder: Path) -> str:
@@ -364,13 +338,12 @@ _FAMILIES = {
 
 def draw_compiled(rows: Rows, path: Path) -> None:
     """Draw a panel a model: the step's time against its peak, both of eager mode's."""
-    models = by_model(rows)
+    models = grouped(rows, "model")
     # the legend takes a panel of its own
     columns = min(3, len(models) + 1)
     lines = (len(models) + columns) // columns
-    size = (4.2 * columns, 3.4 * lines)
-    figure, grid = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    panels = list(grid.flat)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")
+    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes, own in zip(panels, models.values(), strict=False):
         (eager,) = _of(own, EAGER)
         for family, (colour, marker) in _FAMILIES.items():
@@ -388,17 +361,14 @@ def draw_compiled(rows: Rows, path: Path) -> None:
     figure.supxlabel("measured peak, % of the eager step's (parameters and batch left out)")
     figure.supylabel("time of a step, of the eager step's")
     figure.savefig(path, dpi=130, format="png")
-    plt.close(figure)
 
 
 def codes_table(folder: Path) -> str:
     """Return a table a model and machine of steps with codes, and the noise that codes add."""
     parts = []
-    files = [folder / name for name in (CODES_CUDA_FILE, CODES_FILE) if (folder / name).exists()]
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in (row for file in files for row in read_rows(file)):
-        groups.setdefault(tuple(row[name] for name in ("model", "hardware", "batch", "size", "config")), []).append(row)
-    for rows in groups.values():
+    files = [folder / name for name in ("codes-cuda.csv", "codes.csv") if (folder / name).exists()]
+    every = [row for file in files for row in read_rows(file)]
+    for rows in grouped(every, "model", "hardware", "batch", "size", "config").values():
         first, lines = rows[0], []
         is_gpu = all(row.get("kernels_s") is not None for row in rows if row["peak_bytes"] is not None)
         steady = _STEADY * min(row["eager_step_s"] for row in rows if row["eager_step_s"])
@@ -419,10 +389,9 @@ def codes_table(folder: Path) -> str:
             f"{first['model']}, {layers} layers of {width}, batch {first['batch']} x {first['size']},\n"
             f"{first['precision']}: {first['hardware']}, torch {first['torch']}\n\n{table(head, lines)}"
         )
-    if (folder / NOISE_FILE).exists():
+    if (noise := folder / "codes_noise.csv").exists():
         noises = [
-            [row["way"], f"{100 * row['share']:.3f} %", f"{row['relative_variance']:.1e}"]
-            for row in read_rows(folder / NOISE_FILE)
+            [row["way"], f"{100 * row['share']:.3f} %", f"{row['relative_variance']:.1e}"] for row in read_rows(noise)
         ]
         text = "MiniLM on MRPC: variance that codes add, as a share of the minibatches' own."
         parts.append(f"{text}\n\n{table(['way', 'share', 'relative variance'], noises)}")
@@ -442,36 +411,39 @@ def size_of(row: Row) -> tuple[int, int]:
 def origins(folder: Path) -> str:
     """Say which commits, versions and hardware the rows of this README.md are of."""
     lines = []
-    for name in (FRONTIERS_FILE, PLANNERS_FILE, EAGER_FILE, ARENAS_FILE, ENERGY_FILE):
-        models: dict[tuple[Any, ...], list[str]] = {}
-        for row in read_rows(folder / name):
-            key = tuple(row[name] for name in ("rmm_linear", "commit", "torch", "hardware"))
-            models.setdefault(key, []).append(row["model"])
+    for name in ("frontiers.csv", "planners.csv", "eager.csv", "arenas.csv", "energy.csv"):
+        origins = grouped(read_rows(folder / name), "rmm_linear", "commit", "torch", "hardware")
         lines += [
-            f"- `{name}`, {', '.join(dict.fromkeys(each))}: rmm_linear {version} (commit {commit}), torch {torch},"
+            f"- `{name}`, {', '.join(grouped(rows, 'model'))}: rmm_linear {version} (commit {commit}), torch {torch},"
             f" {hardware}."
-            for (version, commit, torch, hardware), each in models.items()
+            for (version, commit, torch, hardware), rows in origins.items()
         ]
     return "\n".join(lines)
 
 
-# block of a page -> the file that it needs, and what makes it
+# block of this experiment's page -> the results file that it needs, and what makes it
 MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
-    "strategies": (FRONTIERS_FILE, strategies_table),
-    "solvers": (FRONTIERS_FILE, solvers_table),
-    "planners": (PLANNERS_FILE, planners_block),
-    "published": (FRONTIERS_FILE, published_table),
-    "arenas": (ARENAS_FILE, arenas_table),
-    "energy": (ENERGY_FILE, energy_table),
-    "baselines": (EAGER_FILE, eager_table),
-    "compiled": (COMPILED_FILE, compiled_block),
-    "origins": (EAGER_FILE, origins),
+    "strategies": ("frontiers", strategies_table),
+    "solvers": ("frontiers", solvers_table),
+    "planners": ("planners", planners_block),
+    "published": ("frontiers", published_table),
+    "arenas": ("arenas", arenas_table),
+    "energy": ("energy", energy_table),
+    "baselines": ("eager", eager_table),
+    "compiled": ("compiled", compiled_block),
+}
+# tables of other pages
+_OTHERS_TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
+    "bounds": ("bounds", bounds_table),
+    "growth": ("growth", growth_table),
+    "codes": ("codes*", codes_table),
 }
 
 
 def blocks(folder: Path) -> dict[str, Callable[[], str]]:
     """Return what makes the blocks of this experiment's README.md."""
-    return {name: functools.partial(make, folder) for name, (_, make) in MAKERS.items()}
+    makers = {name: make for name, (_, make) in MAKERS.items()} | {"origins": origins}
+    return {name: functools.partial(make, folder) for name, make in makers.items()}
 
 
 def write_report(folder: Path) -> str:
@@ -480,27 +452,16 @@ def write_report(folder: Path) -> str:
     Returns:
         All tables whose files are there.
     """
-    if (folder / COMPILED_FILE).exists():
+    if (folder / "compiled.csv").exists():
         replace_file(folder / "compiled.png", lambda path: draw_compiled(read_compiled(folder), path))
-    if (folder / PLANNERS_FILE).exists():
-        replace_file(folder / "planners.png", lambda path: draw_planners(read_rows(folder / PLANNERS_FILE), path))
+    if (planners := folder / "planners.csv").exists():
+        replace_file(folder / "planners.png", lambda path: draw_planners(read_rows(planners), path))
     if folder.resolve() == RESULTS.resolve():
         text = filled(README.read_text(encoding="utf-8"), blocks(folder))
         replace_file(README, lambda path: path.write_text(text, encoding="utf-8"))
-    shown = MAKERS | {
-        "bounds": (BOUNDS_FILE, bounds_table),
-        "growth": (GROWTH_FILE, growth_table),
-        "codes": (CODES_FILE, codes_table),
-        "codes, cuda": (CODES_CUDA_FILE, codes_table),
-    }
-    del shown["origins"]
-    return "\n\n".join(f"{name}\n\n{make(folder)}" for name, (file, make) in shown.items() if (folder / file).exists())
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(arguments, write_report, default=RESULTS)
+    makers = {name: make for name, (file, make) in (MAKERS | _OTHERS_TABLES).items() if [*folder.glob(f"{file}.csv")]}
+    return "\n\n".join(f"{name}\n\n{make(folder)}" for name, make in makers.items())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(write_report, RESULTS))

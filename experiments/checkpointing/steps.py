@@ -29,8 +29,9 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
-from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.command_line import Parser, add_models, chosen
 from experiments.glue.settings import BITS, RunSettings
 from experiments.provenance import origin
 from experiments.rows import write_rows
@@ -56,27 +57,11 @@ from rmm_linear.variance import measure_step_noise
 
 from .instruments import allocator_peaks, flops_of, gpu_peak, interleaved, kernel_seconds
 from .models import WORKLOADS, Shape, Workload, of_shape, own_loss
-from .report import (
-    BLOCKS,
-    BUDGET,
-    CODES_CUDA_FILE,
-    CODES_FILE,
-    COMPILED,
-    COMPILED_FILE,
-    EAGER,
-    EAGER_FILE,
-    EXACT,
-    INDUCTOR,
-    NOISE_FILE,
-    PLANNERS_FILE,
-    PLANNERS_PERCENTS,
-    RESULTS,
-    SPREAD,
-    write_report,
-)
+from .report import BLOCKS, BUDGET, COMPILED, EAGER, EXACT, INDUCTOR, RESULTS, SPREAD, write_report
 
 MEMORY_BUDGETS = {"eager": (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05), "compiled": (0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)}
 CODES = {"8 bits": BITS["8"], "activations 4, rest 8": BITS["4/8"], "4 bits": BITS["4"]}
+PLANNERS_PERCENTS = (80, 60, 40)
 # Budgets that are closer to each other are one.
 _CLOSE = 1.02
 _SPREAD = 10
@@ -184,12 +169,15 @@ class Comparison:
         """End what lasts as long as the ways."""
         self._stack.close()
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu)
+
     def add(self, way: Way) -> _Running | None:
         """Compile and measure a way; None if there is no plan, or the model has no blocks to checkpoint."""
         model, group, plan = copy.deepcopy(self._model), None, None
         row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"method": way.method, "setting": way.setting}
         if way.is_checkpointed:
-            count = self._stack.enter_context(checkpointed_blocks(model, self.workload.blocks))
+            count = checkpoint_blocks(model, self.workload.blocks)
             if not count:
                 return None
             row["note"] = f"{count} blocks"
@@ -205,7 +193,7 @@ class Comparison:
             forward = torch.compile(forward, backend=way.backend, fullgraph=True, dynamic=False)
 
         def step() -> None:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+            with self._autocast():
                 loss = forward(model, **self._batch)
             loss.backward(self._tangent)
             if self.on_gpu:
@@ -216,7 +204,7 @@ class Comparison:
         try:
             with functorch_config.patch(activation_memory_budget=way.memory_budget):
                 if way.fitted is not None:
-                    with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+                    with self._autocast():
                         plan = fit(model, self._batch, way.fitted).plan
                 running()
         except InfeasibleBudgetError as error:
@@ -240,11 +228,10 @@ class Comparison:
     def _measure(self, running: _Running, draws: int) -> None:
         row, is_first = running.row, not self.running
         running()
-        found = [parameter.grad for parameter in running.model.parameters()]
         if is_first:
+            found = (parameter.grad for parameter in running.model.parameters())
             self._reference = [None if each is None else each.clone() for each in found]
-        pairs = list(zip(self._reference, found, strict=True))
-        row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
+        row["same_gradients"] = _has_gradients(running.model, self._reference)
         row |= self._errors(running, draws)
         if self._counts_flops:
             flops = flops_of(running)
@@ -258,7 +245,7 @@ class Comparison:
         gradient_bytes = sum(each.nbytes for each in self._reference if each is not None)
         row["activation_peak_bytes"] = row["peak_bytes"] - gradient_bytes
         if is_first:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+            with self._autocast():
                 # of models that are called with the batch alone
                 is_called = self.workload.step is own_loss
                 row["saved_bytes"] = measure_kept_bytes(running.model, **self._batch) if is_called else None
@@ -304,7 +291,12 @@ class Comparison:
         sizes |= {"parameter_bytes": parameters, "precision": "autocast to bfloat16" if self.on_gpu else "float32"}
         for row in (*(running.row for running in self.running), *self.missing):
             row |= {f"eager_{name}": self.running[0].row[name] for name in ("step_s", "kernels_s")}
-            yield sizes | row | origin(self.device.type)
+            yield sizes | row
+
+
+def _has_gradients(model: nn.Module, exact: Sequence[Tensor | None]) -> bool:
+    pairs = zip(exact, (parameter.grad for parameter in model.parameters()), strict=True)
+    return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _with_own_code(function: Any) -> Callable[..., Any]:
@@ -312,28 +304,22 @@ def _with_own_code(function: Any) -> Callable[..., Any]:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-@contextmanager
-def checkpointed_blocks(model: nn.Module, pattern: str | None) -> Iterator[int]:
-    """Let blocks of a model keep their inputs alone, not reentrant; yield how many there are.
+def checkpoint_blocks(model: nn.Module, pattern: str | None) -> int:
+    """Let the blocks whose names match keep their inputs alone, not reentrant; return how many there are.
 
-    Args:
-        model: The model.
-        pattern: Regular expression of the names of modules that are blocks; None for a model of Hugging Face, which
-            knows its own.
+    Without a pattern the model is one of Hugging Face, which knows its blocks, or has none.
     """
     options = {"use_reentrant": False}
     if pattern is None:
-        if hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable(options)  # type: ignore[operator]
-            layers = transformers.modeling_layers.GradientCheckpointingLayer
-            yield sum(isinstance(module, layers) for module in model.modules())
-        else:
-            yield 0
-        return
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            return 0
+        model.gradient_checkpointing_enable(options)  # type: ignore[operator]
+        layers = transformers.modeling_layers.GradientCheckpointingLayer
+        return sum(isinstance(module, layers) for module in model.modules())
     blocks = [module for name, module in model.named_modules() if re.fullmatch(pattern, name)]
     for block in blocks:
         block.__dict__["forward"] = lambda *x, forward=block.forward: checkpoint(forward, *x, **options)
-    yield len(blocks)
+    return len(blocks)
 
 
 def rivals(kind: str) -> list[Way]:
@@ -416,12 +402,26 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
                 planned(**batch).backward(tangent)  # type: ignore[no-untyped-call]
 
             step()
-            pairs = zip(exact, (parameter.grad for parameter in own.parameters()), strict=True)
-            row["same_gradients"] = all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
+            row["same_gradients"] = _has_gradients(own, exact)
             own.zero_grad(set_to_none=True)
             row["peak_bytes"] = allocator_peaks(step)[0]
             print(f"{workload.title}, {name} at {percent} %: {row}", flush=True)
             yield row | {"proof": schedule.proof}
+
+
+def step_rows(workload: Workload, shape: Shape, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run a model's step in all ways of a kind."""
+    kind = options.kind
+    with Comparison(workload, shape, options.device, counts_flops=kind == "eager") as comparison:
+        if kind == "codes":
+            for way in (Way(EAGER), *CODE_WAYS, *MORE_WAYS):
+                if way.method in (EAGER, *options.ways):
+                    comparison.add(way)
+        elif kind == "eager":
+            compare(comparison, rivals(kind), {EXACT: "exact"}, spread=2)
+        else:
+            compare(comparison, rivals(kind), {EXACT: "exact", INDUCTOR: "inductor"})
+        yield from comparison.rows(0 if kind == "eager" else options.rounds)
 
 
 def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str, Any]]:
@@ -442,7 +442,7 @@ def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str
         yield row | {"relative_variance": noise.relative_variance} | origin()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     kind, key = options.kind, "small" if options.kind in ("eager", "planners") else options.kind
     key += ", cuda" if options.device == "cuda" else ""
     transformers.logging.set_verbosity_error()
@@ -453,36 +453,19 @@ def _run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1 if kind == "planners" else 2)
     workloads = of_shape(key)
     if options.noise:
-        write_rows(options.results / NOISE_FILE, list(noise_rows(options.noise, options.data)))
+        write_rows(options.results / "codes_noise.csv", list(noise_rows(options.noise, options.data)))
+    name = attrgetter("title" if kind in ("eager", "planners") else "name")
+    file = options.results / f"{kind}{'-cuda' if options.device == 'cuda' else ''}.csv"
     for workload in chosen(workloads, options.models):
-        if kind == "planners":
-            order = [each.title for each in workloads]
-            rows = planner_rows(workload, workload.shapes[key])
-            found = [{"model": workload.title} | row | origin() for row in rows]
-            write_rows(options.results / PLANNERS_FILE, found, order=order)
-            continue
-        with Comparison(workload, workload.shapes[key], options.device, counts_flops=kind == "eager") as comparison:
-            if kind == "codes":
-                for way in (Way(EAGER), *CODE_WAYS, *MORE_WAYS):
-                    if way.method in (EAGER, *options.ways):
-                        comparison.add(way)
-            elif kind == "eager":
-                compare(comparison, rivals(kind), {EXACT: "exact"}, spread=2)
-            else:
-                compare(comparison, rivals(kind), {EXACT: "exact", INDUCTOR: "inductor"})
-            rows = comparison.rows(0 if kind == "eager" else options.rounds)
-            name = workload.title if kind == "eager" else workload.name
-            file = {"eager": EAGER_FILE, "compiled": COMPILED_FILE}.get(kind, CODES_FILE)
-            file = CODES_CUDA_FILE if options.device == "cuda" else file
-            order = [each.title if kind == "eager" else each.name for each in workloads]
-            write_rows(options.results / file, [{"model": name} | row for row in rows], order=order)
+        shape = workload.shapes[key]
+        rows = planner_rows(workload, shape) if kind == "planners" else step_rows(workload, shape, options)
+        found = [{"model": name(workload)} | row | origin(options.device) for row in rows]
+        write_rows(file, found, order=[name(each) for each in workloads])
         gc.collect()
     print(write_report(options.results))
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=("eager", "planners", "compiled", "codes"))
     add_models(parser, WORKLOADS)
@@ -495,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
     parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
-    return exit_status(lambda: _run(parser.parse_args(arguments)))
+    return parser.run(_run, arguments)
 
 
 if __name__ == "__main__":

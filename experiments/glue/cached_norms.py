@@ -10,7 +10,7 @@ squares), and by the norms of the same step, which nothing can know; and of the 
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from experiments.blocks import table
-from experiments.command_line import exit_status
 from experiments.glue.sketch_noise import Captured, Subject, subject_parser
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
@@ -85,9 +84,7 @@ def cached_norms_table(path: Path = FILE) -> str:
     return f"{head}\n\n{table(['ratio', 'rows drawn by the norms of', *tasks], lines)}"
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = subject_parser("python -m experiments.glue.cached_norms", __doc__, TASKS, FILE)
-    options: argparse.Namespace = parser.parse_args(arguments)
+def _run(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for task in options.tasks:
         subject = Subject(task, options.model, options.data)
@@ -95,13 +92,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         rows += [{"task": task, "steps": subject.epoch, **row, **last} for row in noises(subject, subject.epoch)]
         write_rows(options.output, rows)
     print(cached_norms_table(options.output))
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return exit_status(lambda: _run(arguments))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(subject_parser("python -m experiments.glue.cached_norms", __doc__, TASKS, FILE).run(_run))

@@ -34,7 +34,7 @@ from scipy.stats import chi2, norm
 from scipy.stats import t as student_t
 
 from experiments.blocks import table
-from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.command_line import HarnessError, Parser
 
 from .comparison import check_comparable, noise_over_minibatch, rows_of_results
 from .result_file import COMPLETE
@@ -323,13 +323,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m experiments.glue.evidence", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the study's rows")
 
-    def work(options: argparse.Namespace) -> int:
+    def work(options: argparse.Namespace) -> None:
         results = read_study(options.results)
         drawn(results).savefig(options.results / FIGURE, dpi=150)
         print(f"{evidence_table(results)}\n\nfigure: {options.results / FIGURE}")
-        return 0
 
-    return exit_status(lambda: work(parser.parse_args(arguments)))
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
 from matplotlib import colormaps
-from matplotlib import pyplot as plt
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .comparison import Comparison, Row
@@ -36,7 +32,8 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
     # with times a row of two panels a task, without them the tasks side by side
     columns = 2 if comparison.has_times else min(len(tasks), _TASKS_A_ROW)
     rows = len(tasks) if comparison.has_times else math.ceil(len(tasks) / columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(5.6 * columns, 4.2 * rows), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     names = list(dict.fromkeys(row.description for row in comparison.rows))
     noises = [row.noise for row in comparison.rows if row.noise]
     scale = LogNorm(min(noises), max(noises)) if noises else None
@@ -70,7 +67,6 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
     columns = max(1, int(5.6 * columns / _LEGEND_WIDTH))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, handlelength=1, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
 
 
 def _draw(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from experiments.blocks import percent, table
-from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.command_line import HarnessError, Parser
 from experiments.peers import RATIO, commit_of, first_line
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
@@ -208,15 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--time", action="store_true", help="measure the time of steps, and train nothing")
 
-    def work(options: argparse.Namespace) -> int:
+    def work(options: argparse.Namespace) -> None:
         # the hub's client reads it when it is imported
         if Path(options.model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")
         (time_all if options.time else run_all)(options)
         print(peers_table(options.results))
-        return 0
 
-    return exit_status(lambda: work(parser.parse_args(arguments)))
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -216,8 +216,7 @@ def _clipped_share(result: dict[str, Any]) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(arguments, write_report, default=None)
+    return report_command(write_report, arguments=arguments)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.command_line import Parser, exit_status
+from experiments.command_line import Parser
 
 from .settings import RunSettings, load_named_config
 
 DEFAULT_RESULTS = Path(__file__).parent / "results"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m experiments.glue.run",
         description="Fine-tune with one method, and write one result file a run.",
@@ -47,11 +47,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return exit_status(lambda: _run(_parser().parse_args(arguments)))
+    return _parser().run(_run, arguments)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     config = load_named_config(options.config)
     names = [setting.name for setting in dataclasses.fields(RunSettings)]
     changes = {key: value for key, value in vars(options).items() if key in names and value is not None}
@@ -71,7 +70,6 @@ def _run(options: argparse.Namespace) -> int:
         from .report import write_report
 
         print(write_report(results))
-    return 0
 
 
 def _one_line(result: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.blocks import table
-from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.command_line import HarnessError, Parser
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear import RMMConfig, SketchedLayer, available_sketches, convert_linears, revert_linears
@@ -403,13 +403,16 @@ def subject_parser(prog: str, about: str, tasks: Sequence[str], file: Path) -> P
     return parser
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = subject_parser("python -m experiments.glue.sketch_noise", __doc__, TASKS, FILE)
     parser.add_argument("--steps", type=int, default=30, help="training steps before the measurement (default: 30)")
     parser.add_argument(
         "--draws", type=int, default=2500, help="real sketches of a row, over all layers (default: 2500)"
     )
-    options: argparse.Namespace = parser.parse_args(arguments)
+    return parser.run(_run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
     found: list[dict[str, Any]] = []
     for task in options.tasks:
         subject = Subject(task, options.model, options.data)
@@ -425,12 +428,6 @@ def _run(arguments: Sequence[str] | None) -> int:
             write_rows(options.output, found)
             print(f"{task}, {row['rows']}: {row['budget']}, {row['relative_variance']:.3g}", flush=True)
     print(budgets_table(options.output, options.tasks[0]))
-    return 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return exit_status(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from experiments.command_line import HarnessError, Parser, exit_status
+from experiments.command_line import HarnessError, Parser
 from experiments.provenance import REPOSITORY
 
 from .result_file import COMPLETE, read_result, write_result
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("19")
     torch.set_num_threads(1)
-    return exit_status(lambda: work(parser.parse_args(arguments)))
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from experiments.blocks import table
 from experiments.command_line import report_command
-from experiments.rows import by_model, read_rows, replace_file
+from experiments.rows import grouped, read_rows, replace_file
 
 RESULTS = Path(__file__).parent / "results"
 FILE = "memory.csv"
@@ -45,7 +41,7 @@ def method_name(row: Mapping[str, Any]) -> str:
 
 def summary_table(rows: Rows) -> str:
     """Return what each method keeps of the exact model's bytes, a line a method and a column a model."""
-    models = by_model(rows)
+    models = grouped(rows, "model")
     shares = {(row["model"], method_name(row)): row["of_exact"] for row in rows}
     lines = [
         ["exact, MiB", *(f"{each[0]['exact_bytes'] / 2**20:.0f}" for each in models.values())],
@@ -70,8 +66,9 @@ def write_report(folder: Path) -> str:
 
 def draw_figure(rows: Rows, path: Path) -> None:
     """Draw a line a model: a mark a method, where its bytes lie over the exact model's."""
-    models = by_model(rows)
-    figure, axes = plt.subplots(figsize=(9, 0.8 * len(models) + 1.6), layout="constrained")
+    models = grouped(rows, "model")
+    figure = Figure(figsize=(9, 0.8 * len(models) + 1.6), layout="constrained")
+    axes = figure.subplots()
     for place, own in enumerate(models.values()):
         # kept by something other than linear layers
         axes.barh(place, 100 * (1 - own[0]["own_bytes"] / own[0]["exact_bytes"]), color="0.88", height=0.7)
@@ -91,13 +88,7 @@ def draw_figure(rows: Rows, path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
-    plt.close(figure)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
-    return report_command(arguments, write_report, default=RESULTS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(write_report, RESULTS))

@@ -6,6 +6,7 @@ counted; beside it stands what `rmm_linear.memory.profile` predicts from the exa
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 import warnings
@@ -20,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from experiments.command_line import Parser, add_models, chosen, exit_status
+from experiments.command_line import Parser, add_models, chosen
 from experiments.provenance import origin
 from experiments.rows import write_rows
 from rmm_linear import RMMConfig, convert_linears, revert_linears, summary
@@ -124,13 +125,11 @@ def measured_rows(workload: Workload, *, layers: int | None = None, **changes: A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status is 2, with one line on stderr, if the user has something to put right."""
     parser = Parser(prog="python -m experiments.memory.run", description=__doc__.partition("\n")[0])
     add_models(parser, WORKLOADS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
 
-    def work() -> int:
-        options = parser.parse_args(arguments)
+    def work(options: argparse.Namespace) -> None:
         transformers.logging.set_verbosity_error()
         # of names that are to change in transformers 6
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
@@ -141,9 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{workload.name}: {len(rows)} rows", flush=True)
             gc.collect()
         print(write_report(options.results))
-        return 0
 
-    return exit_status(work)
+    return parser.run(work, arguments)
 
 
 if __name__ == "__main__":

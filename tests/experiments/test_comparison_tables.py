@@ -25,9 +25,9 @@ def test_attention_of_a_cpu_counts_as_that_of_a_gpu() -> None:
 
 
 def test_a_row_without_a_plan_says_so_in_a_gpus_table_as_well(tmp_path: Path) -> None:
-    rows = [row for row in read_rows(report.RESULTS / report.CODES_CUDA_FILE) if row["peak_bytes"] is not None]
+    rows = [row for row in read_rows(report.RESULTS / "codes-cuda.csv") if row["peak_bytes"] is not None]
     nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
-    write_rows(tmp_path / report.CODES_CUDA_FILE, [rows[0], rows[0] | nothing | {"method": "budget 9%"}])
+    write_rows(tmp_path / "codes-cuda.csv", [rows[0], rows[0] | nothing | {"method": "budget 9%"}])
     table = report.codes_table(tmp_path)
     assert "| way | step time | in kernels | saved for the backward pass |" in table
     assert "| budget 9% | no plan |  |  |  |  |" in table
@@ -51,7 +51,7 @@ def test_a_device_profile_with_missing_fields_is_refused(tmp_path: Path, wrong: 
 
 
 def test_every_committed_plan_that_ran_exactly_left_the_same_gradients_to_rounding() -> None:
-    rows = [row for row in read_rows(report.RESULTS / report.COMPILED_FILE) if row["method"] == report.EXACT]
+    rows = [row for row in read_rows(report.RESULTS / "compiled.csv") if row["method"] == report.EXACT]
     assert len({row["model"] for row in rows}) == 5
     assert all(row["same_gradients"] or row["error"] < 1e-5 for row in rows if row["peak_bytes"] is not None)
 
