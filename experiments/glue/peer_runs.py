@@ -31,6 +31,8 @@ from .training import PreparedRun
 
 # options of PyTorch's pass: a threshold in MiB that activations of a batch of 32 reach, and the dtype of the study
 _PASS = {"size_in_mb": 1, "allowed_dtypes": "torch.float32"}
+# without this option, the forward pass scales its FP8 numbers, and the backward pass reads them without the scale
+_SCALED = {**_PASS, "use_scaling": True}
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,14 @@ def peers(options: argparse.Namespace) -> list[Peer]:
         Peer("WTA-CRS at 0.3", functools.partial(_with_samples, ratio=0.3), wta, 128),
         Peer("fewbit: dct at 0.1", functools.partial(_with_linear, kind="dct"), few, is_run_once=True),
         Peer("fewbit: GELU in 3 bits", _with_gelu, few, is_run_once=True),
-        Peer("torch.compile, activations in FP8", functools.partial(_compiled, quantization=_PASS), pad_multiple=64),
+        Peer("torch.compile, activations in FP8", functools.partial(_compiled, quantization=_SCALED), pad_multiple=64),
         Peer("torch.compile", _compiled, pad_multiple=64, is_run_once=True),
+        Peer(
+            "torch.compile, FP8 by default",
+            functools.partial(_compiled, quantization=_PASS),
+            pad_multiple=64,
+            is_run_once=True,
+        ),
     ]
 
 
