@@ -276,10 +276,9 @@ def _compressed(
         if index is not None and valid_rows is not None:
             number, times = valid_rows.one_left_out(seed)
             left_out = number, _flat(x).index_select(0, number), times
-    if gradient_norms is None:
-        return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key))
-    _, norms = split(gradient_norms.unsqueeze(1), layout, index)
-    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key, norms.squeeze(1)))
+    if gradient_norms is not None:
+        gradient_norms = split(gradient_norms.unsqueeze(1), layout, index)[1].squeeze(1)
+    return left_out, beside, tuple(ops.compress(rest, seed, config.graph_key, gradient_norms))
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -70,7 +70,6 @@ class Selection:
         exclude_modules: str | Collection[str] | None,
         overrides: Mapping[str, RMMConfig | None],
     ) -> None:
-        self._options = target_modules, exclude_modules
         self._targets = _checked("target_modules", target_modules)
         self._excluded = _checked("exclude_modules", exclude_modules or ())
         if not isinstance(overrides, Mapping):
@@ -85,7 +84,7 @@ class Selection:
 
     def is_meant(self, layer: LinearLayer) -> bool:
         """Tell whether a layer is a target, and not excluded."""
-        is_targeted = not layer.in_head if self._options[0] == ALL_LINEAR else _matches(self._targets, layer)
+        is_targeted = not layer.in_head if self._targets == ALL_LINEAR else _matches(self._targets, layer)
         return is_targeted and not _matches(self._excluded, layer)
 
     def rule_for(self, layer: LinearLayer) -> str | None:
@@ -102,9 +101,8 @@ class Selection:
             yield f"overrides that match none of the layers to convert: {listed(found)}"
 
     def __str__(self) -> str:
-        targets, excluded = self._options
-        without = "" if excluded is None else f" without exclude_modules={excluded!r}"
-        return f"target_modules={targets!r}{without}"
+        without = f" without exclude_modules={self._excluded!r}" if self._excluded else ""
+        return f"target_modules={self._targets!r}{without}"
 
 
 def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_linear_layer) -> Iterator[LinearLayer]:

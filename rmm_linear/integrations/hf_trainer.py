@@ -184,12 +184,10 @@ class RMMCallback(TrainerCallback):
 
     @property
     def fitted(self) -> Fit | None:
-        """What `fit` chose, once there was a batch."""
         return None if self._loss is None else self._loss.fitted
 
     @property
     def planned(self) -> PlannedStep | None:
-        """What runs the model's steps by plan."""
         return self._planned if self.fitted is None else self.fitted.step
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -8,7 +8,6 @@ the energy of both means is gone from it.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ class Centered(Sketch):
         inner: The sketch of the centred rows.
     """
 
-    name: ClassVar[str] = "centered"
     ratio: float = field(init=False)
     inner: Sketch
 

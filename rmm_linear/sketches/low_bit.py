@@ -16,7 +16,6 @@ exact.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ class LowBit(Sketch):
         ValueError: If the storage is unknown, there are no draws, or `inner` is centred or low-bit itself.
     """
 
-    name: ClassVar[str] = "low_bit"
     ratio: float = field(init=False)
     inner: Sketch | None
     storage: str

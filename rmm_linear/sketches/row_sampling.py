@@ -40,23 +40,13 @@ _SLAB_ELEMENTS = 1 << 20
 _OWN_SHARE = 0.1
 
 
-def gather_rows(
-    x: Tensor,
-    index: Tensor,
-    mean: Tensor | None,
-    *,
-    scales: Tensor | None = None,
-    scale: float = 1.0,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return scale * scales_j * (x[index_j] - mean), row by row, shape (rank, features), formed in float32 or 64."""
-    compute = accumulate_dtype(x.dtype)
-    out = x.index_select(0, index).to(compute)
-    if mean is not None:
-        out = out - mean.to(compute)
-    if scales is not None:
-        out = out * scales.to(compute).unsqueeze(1)
-    return (out * scale).to(dtype)
+def gather_rows(x: Tensor, index: Tensor, mean: Tensor | None, scale: Tensor | float = 1.0) -> Tensor:
+    """Return scale * (x[index] - mean), shape (rank, features), in float32 (float64 for float64).
+
+    A tensor of scales has the shape (rank, 1).
+    """
+    out = x.index_select(0, index).to(accumulate_dtype(x.dtype))
+    return (out if mean is None else out - mean.to(out.dtype)) * scale
 
 
 def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
@@ -156,8 +146,8 @@ class RowsWithoutReplacement(ObliviousSketch):
         rows, rank = y.shape[0], self.rank(y.shape[0])
         index = backend.random.subset(seed, rows, rank)
         if not gradient:
-            return gather_rows(y, index, mean, dtype=y.dtype)
-        return gather_rows(y, index, mean, scale=rows / max(1, rank), dtype=accumulate_dtype(y.dtype))
+            return gather_rows(y, index, mean).to(y.dtype)
+        return gather_rows(y, index, mean, rows / max(1, rank))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         rows, rank = x.shape[0], self.rank(x.shape[0])
@@ -195,12 +185,12 @@ class ColumnRowSampling(Sketch):
             return SavedSketch(seed, tuple(empty))
         index, squared = self.sample(sampling_norms(x, mean, gradient_norms), seed, rank=rank)
         index = index.to(torch.int32)
-        rows = gather_rows(x, index, mean, dtype=x.dtype)
+        rows = gather_rows(x, index, mean).to(x.dtype)
         return SavedSketch(seed, (rows, index, squared.to(accumulate_dtype(x.dtype))))
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         _, index, squared = saved.tensors
-        return gather_rows(g, index, mean, scales=squared, dtype=accumulate_dtype(g.dtype))
+        return gather_rows(g, index, mean, squared.to(accumulate_dtype(g.dtype)).unsqueeze(1))
 
     @abstractmethod
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ with C = ||G||^2. Tokens of one sequence are alike, so that the second is what a
 All of these are of the size of G squared, the gradient of this batch; none is divided by the batch size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,11 +107,10 @@ def gradient_noise(
     Raises:
         ValueError: If shapes do not fit, or there are no draws.
     """
-    shape = x.shape
+    sketched_x, sketched_g, kept = dealt_rows(x, g, config.keep_tokens, index)
+    count = x.shape[0] if sequences_of(x.shape) and x.numel() else 0
     x, g = _rows(x, g)
-    count = shape[0] if sequences_of(shape) and x.numel() else 0
     squares = _sum_of_squared_norms(x, g, count) if count else 0.0
-    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
     if not kept:
         x, g = sketched_x, sketched_g
     elif index is not None:
@@ -132,11 +130,10 @@ def gradient_noise(
     )
 
 
-def dealt_rows(
-    x: Tensor, g: Tensor, shape: Sequence[int], keep_tokens: tuple[int, ...], index: Tensor | None
-) -> tuple[Tensor, Tensor, int]:
-    """Return the rows of matrices that a layer sketches, and how many others it keeps; `shape` is x's own."""
-    layout = layout_of(shape, keep_tokens, index)
+def dealt_rows(x: Tensor, g: Tensor, keep_tokens: tuple[int, ...], index: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of x (..., in) and g (..., out) that a layer sketches, and how many others it keeps."""
+    layout = layout_of(x.shape, keep_tokens, index)
+    x, g = _rows(x, g)
     if index is not None and layout.kept:
         index = kept_first(index, layout.sequences, layout.length, keep_tokens)
     return split(x, layout, index)[1], split(g, layout, index)[1], layout.kept
@@ -163,10 +160,8 @@ def measure_sketch_variance(
     """
     if draws < 2:
         raise ValueError(f"draws={draws} leave no standard error; pass at least 2")
-    shape = x.shape
-    x, g = _rows(x, g)
-    sketched_x, sketched_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index)
-    if not config.sketches(x.shape[0] if index is None else index.numel(), kept):
+    sketched_x, sketched_g, kept = dealt_rows(x, g, config.keep_tokens, index)
+    if not config.sketches(sketched_x.shape[0] + kept, kept):
         return Measured(0.0, 0.0, draws)
     exact = sketched_g.double().t() @ sketched_x.double()
     generator = torch.Generator().manual_seed(seed)

@@ -64,9 +64,6 @@ class LayerProbe:
             have been watched.
     """
 
-    layers: Mapping[str, SketchedLayer]
-    groups: dict[str, str]
-
     def __init__(self, model: nn.Module, measure: Measure) -> None:
         if is_compiled(model):
             raise ValueError(
@@ -81,8 +78,8 @@ class LayerProbe:
                 f"the {type(model).__name__} has no sketched layer to measure: it is an unconverted model; call"
                 " convert_linears(model) first"
             )
-        self.layers = MappingProxyType(found)
-        self.groups = {}
+        self.layers: Mapping[str, SketchedLayer] = MappingProxyType(found)
+        self.groups: dict[str, str] = {}
         self._names = {module: name for name, module in found.items()}
         self._measure = measure
         self._handles: list[RemovableHandle] = []

@@ -17,7 +17,7 @@ from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.rows import sequences_of
 from rmm_linear.sketches.low_bit import with_draws
 from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
-from rmm_linear.variance.gradient_noise import _rows, dealt_rows, gradient_noise
+from rmm_linear.variance.gradient_noise import dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 
 # Draws of S for what low-bit storage adds.
@@ -33,17 +33,15 @@ def layer_options(
     `x` (..., in) and `g` (..., out) are as in `gradient_noise`; so is `index`, for the candidates that leave padding
     out.
     """
-    shape = x.shape
-    x, g = _rows(x, g)
-    valid_rows = x.shape[0] if index is None else index.numel()
-    sequences = sequences_of(shape)
+    rows, sequences = x.shape[:-1].numel(), sequences_of(x.shape)
+    valid_rows = rows if index is None else index.numel()
     options = []
     for config in configs:
-        some_x, some_g, kept = dealt_rows(x, g, shape, config.keep_tokens, index if config.skip_padding else None)
+        some_x, some_g, kept = dealt_rows(x, g, config.keep_tokens, index if config.skip_padding else None)
         variance = 0.0
         if config.sketches(some_x.shape[0] + kept, kept):
             variance = float(with_draws(config.sketch_object, _DRAWS).variance(some_x, some_g))
-        saved_bytes = config.saved_bytes(x.shape[0], x.shape[1], g.dtype, valid_rows, sequences)
+        saved_bytes = config.saved_bytes(rows, x.shape[-1], g.dtype, valid_rows, sequences)
         options.append(Option(config, saved_bytes, variance))
     return tuple(options)
 
