@@ -68,12 +68,8 @@ def batches(text: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=random)
-        yield _batch(torch.stack([text[start : start + LENGTH] for start in starts.tolist()]))
-
-
-def _batch(rows: Tensor) -> dict[str, Tensor]:
-    tokens = rows.long()
-    return {"input_ids": tokens, "labels": tokens}
+        tokens = torch.stack([text[start : start + LENGTH] for start in starts.tolist()]).long()
+        yield {"input_ids": tokens, "labels": tokens}
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
@@ -175,7 +171,6 @@ def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
 
 
 def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the rows of finished runs."""
     path = folder / ROWS
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
@@ -281,7 +276,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
     parser = Parser(prog="python -m experiments.language_model", description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to this number - 1")

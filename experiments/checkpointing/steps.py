@@ -147,7 +147,6 @@ class Comparison:
     """All ways of running a model's step; used as a context."""
 
     def __init__(self, workload: Workload, shape: Shape, device: str = "cpu", *, counts_flops: bool = False) -> None:
-        """Build the model."""
         self.workload, self.shape, self.device = workload, shape, torch.device(device)
         self.on_gpu, self._counts_flops = self.device.type == "cuda", counts_flops
         model, batch = workload.at(shape)
@@ -166,7 +165,6 @@ class Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what lasts as long as the ways."""
         self._stack.close()
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -93,12 +93,10 @@ class Grammar:
     """Draws sentences. One instance holds one stream of random numbers."""
 
     def __init__(self, seed: int, *, depth: int = 1) -> None:
-        """Start a stream."""
         self._random = random.Random(seed)
         self._depth = depth
 
     def sentence(self) -> list[Word]:
-        """Draw one grammatical sentence."""
         subject, person = self._subject(self._depth)
         return subject + self._verb_phrase(person, self._depth - 1)
 
@@ -194,7 +192,6 @@ def has_possible_order(words: Sequence[Word]) -> bool:
 
 
 def as_text(words: Sequence[Word]) -> str:
-    """Write a sentence out."""
     return " ".join(word.text for word in words) + " ."
 
 

@@ -75,7 +75,6 @@ class Average:
 
     @property
     def half(self) -> float:
-        """Half of the width of the 95 % interval."""
         return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.freedom)) * self.error
 
     @property
@@ -120,7 +119,6 @@ def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
-    """Pair the runs with exact's, method by method."""
     rows = rows_of_results(results)
     exact = [result for result in results if result["config"]["method"] == EXACT]
     found = []
@@ -319,7 +317,6 @@ def drawn(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and draw the figure."""
     parser = Parser(prog="python -m experiments.glue.evidence", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the study's rows")
 

@@ -160,7 +160,6 @@ class RunSettings:
 
     @property
     def uses_sketch(self) -> bool:
-        """Whether linear layers are converted."""
         return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
 
     @property
@@ -190,7 +189,6 @@ class RunSettings:
 
     @property
     def task_description(self) -> Task:
-        """The `Task` behind the name."""
         return DEMO_TASK if self.task == DEMO_TASK.name else TASKS[self.task]
 
     @property
@@ -210,12 +208,10 @@ class RunSettings:
 
     @property
     def name(self) -> str:
-        """Name of the result file, without its suffix."""
         return f"{self.task}-{self.method_label}-seed{self.seed}"
 
     @property
     def needs_hub(self) -> bool:
-        """Whether data or model come from the hub."""
         return self.data == "hub" or not (self.model == "demo" or is_local_model(self.model))
 
     def recorded(self) -> dict[str, Any]:
@@ -244,7 +240,6 @@ class NamedConfig:
 
     Attributes:
         name: The file's name without its suffix.
-        about: What it is for, in a sentence.
         settings: Settings that differ from the defaults of `RunSettings`.
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
@@ -253,7 +248,6 @@ class NamedConfig:
     """
 
     name: str
-    about: str
     settings: dict[str, Any]
     task_settings: dict[str, dict[str, Any]]
     tasks: tuple[str, ...]
@@ -314,7 +308,6 @@ def load_named_config(name: str) -> NamedConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = NamedConfig(
             name=path.stem,
-            about=content["about"],
             settings=content["settings"],
             task_settings=content.get("task_settings", {}),
             tasks=tuple(content["tasks"]),

@@ -46,7 +46,6 @@ class Study:
     """The runs of a configuration, which runs are done, and which settings are still to choose."""
 
     def __init__(self, config: str, results: Path, work: Path, *, data: str | None, model: str | None) -> None:
-        """Read the configuration."""
         self.path, self.results, self.work, self.data = config_path(config), results, work, data
         self._changes = {} if model is None else {"model": model}
         self.config: NamedConfig = load_named_config(config)
@@ -72,7 +71,6 @@ class Study:
         ]
 
     def is_tuned(self, task: str) -> bool:
-        """Whether the configuration has a learning rate for the task."""
         return "learning_rate" in self.config.task_settings.get(task, {})
 
     def plan(self) -> list[tuple[str, RunSettings]]:
@@ -97,7 +95,6 @@ class Study:
         return planned
 
     def rows(self, file: str) -> list[dict[str, Any]]:
-        """The rows of a file."""
         path, rows = self.results / file, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             # half a line is what a full disk leaves; the run's result file is in the work folder still

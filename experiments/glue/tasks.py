@@ -54,24 +54,20 @@ class Task:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a number to predict rather than a class."""
         return not self.labels
 
     @property
     def num_outputs(self) -> int:
-        """Size of the model's output: one for regression, else the number of classes."""
         return max(len(self.labels), 1)
 
     @property
     def features(self) -> Features:
-        """Column types of the loaded dataset."""
         from datasets import ClassLabel, Features, Value
 
         label = Value("float32") if self.is_regression else ClassLabel(names=list(self.labels))
         return Features({**{key: Value("string") for key in self.text_keys}, "label": label})
 
     def parse_label(self, text: str) -> float | int:
-        """Turn a label field of an official file into a number."""
         if self.is_regression:
             score = float(text)
             if not 0.0 <= score <= 5.0:

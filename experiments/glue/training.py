@@ -79,7 +79,6 @@ _STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 
 
 def result_path(settings: RunSettings, results: Path) -> Path:
-    """Where the result of a run lies."""
     return results / f"{settings.name}.json"
 
 
@@ -188,7 +187,6 @@ class PreparedRun:
     """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
 
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
-        """Load everything."""
         self.settings = settings
         self.task = settings.task_description
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
@@ -267,7 +265,6 @@ class PreparedRun:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Everything that a result file says about a run before its first step."""
         return {
             "format": FORMAT,
             "name": self.settings.name,

@@ -84,16 +84,10 @@ METHODS = (
 )
 
 
-def measured_rows(workload: Workload, *, layers: int | None = None, **changes: Any) -> Iterator[dict[str, Any]]:
-    """Measure one model with every method.
-
-    Args:
-        workload: The model and its batch.
-        layers: As if the model had so many layers.
-        **changes: Values of the model's configuration that are to be others.
-    """
+def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
+    """Measure one model with every method."""
     torch.manual_seed(0)
-    model = workload.build(layers=layers, **changes)
+    model = workload.build()
     dropout, attention_dropout = workload.dropout(model)
     batch = workload.sample(model)
     report = profile(model, **batch)
