@@ -19,13 +19,8 @@ _TEXTS = ("commit", "peer_commit", "weights", "setting", "rmm_linear", "torch", 
 def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:
     """Read a results file: numbers as numbers, True and False as bools, empty cells as None.
 
-    Args:
-        path: The file.
-        needed: Columns that it must have.
-        command: What makes the file, for the message of an error.
-
     Raises:
-        HarnessError: If it is missing or lacks a column.
+        HarnessError: If the file is missing or lacks a column that is needed; the message names the command.
     """
     try:
         frame = pd.read_csv(
@@ -45,13 +40,7 @@ def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its exp
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, order: Sequence[str] = ()) -> None:
-    """Write a results file.
-
-    Args:
-        path: The file.
-        rows: At least one.
-        order: Models, in their order: rows that the file has of models without new rows stay.
-    """
+    """Write at least one row; if `order` lists the models, rows that the file has of models without new ones stay."""
     if order and path.exists():
         new = {row["model"] for row in rows}
         rows = [*(row for row in read_rows(path) if row["model"] not in new), *rows]

@@ -444,11 +444,7 @@ def blocks(folder: Path) -> dict[str, Callable[[], str]]:
 
 
 def write_report(folder: Path) -> str:
-    """Draw `compiled.png` and `planners.png`, and fill this experiment's README.md if the folder is its own.
-
-    Returns:
-        All tables whose files are there.
-    """
+    """Draw the figures, and fill this experiment's README.md if the folder is its own; return all tables."""
     if (folder / "compiled.csv").exists():
         replace_file(folder / "compiled.png", lambda path: draw_compiled(read_compiled(folder), path))
     if (planners := folder / "planners.csv").exists():

@@ -333,11 +333,7 @@ def rivals(kind: str) -> list[Way]:
 def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, str], *, spread: int = _SPREAD) -> None:
     """Measure rivals, then plans: without a limit, at the rivals' peaks, and at budgets that lie evenly.
 
-    Args:
-        comparison: Takes what is measured.
-        ways: The rivals.
-        executors: Of plans, by their method; the last one also runs the budgets that lie evenly.
-        spread: How many budgets lie evenly.
+    The last one of the executors, which have the names of methods as keys, runs the `spread` budgets that lie evenly.
     """
     for way in ways:
         comparison.add(way)

@@ -34,13 +34,9 @@ _IGNORED = -1
 
 
 def pretrained_weights(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Weights of the encoder after pretraining; computed once a process.
+    """Return the state of the model's `roberta` after pretraining, which a process does once.
 
-    Args:
-        tokenizer: The tokenizer that the fine-tuning will use.
-
-    Returns:
-        State of the model's `roberta`. The default random state is left as it was.
+    The default random state is left as it was.
     """
     return _pretrain(tokenizer.backend_tokenizer.to_str(), demo.HIDDEN_SIZE, demo.LAYERS, STEPS)
 

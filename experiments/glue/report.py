@@ -26,11 +26,7 @@ _SAME_SHARE = 0.03
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md` and `report.png` into a results folder.
-
-    Returns:
-        The table, the path of the figure and which methods beat others, for the terminal.
-    """
+    """Write `report.md` and `report.png` into a results folder; return a text for the terminal."""
     comparison = compare(folder)
     numbers, notes, beaten = markdown_table(comparison), _notes(comparison), beaten_methods(comparison)
     parts = [f"# Results: {', '.join(comparison.tasks)}", numbers, "![figure](report.png)", beaten, notes]

@@ -229,6 +229,12 @@ class RunSettings:
         return values
 
 
+def stay_offline(*runs: RunSettings) -> None:
+    """Keep the hub's client, which asks once when it is imported, off the network if no run needs the hub."""
+    if not any(run.needs_hub for run in runs):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def is_local_model(model: str) -> bool:
     """Whether `--model` names a folder on this machine rather than a model on the hub."""
     return model != "demo" and Path(model).is_dir()
@@ -295,11 +301,7 @@ def config_path(name: str) -> Path:
 
 
 def load_named_config(name: str) -> NamedConfig:
-    """Read a file of `configs/`, or one of the user's.
-
-    Args:
-        name: Its name without the suffix, or a path that ends in `.json`.
-    """
+    """Read a file of `configs/` by its name without the suffix, or one of the user's by its path."""
     path = config_path(name)
     if not path.is_file():
         known = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.json")))

@@ -20,7 +20,6 @@ import bisect
 import dataclasses
 import functools
 import itertools
-import os
 import statistics
 import sys
 import warnings
@@ -45,6 +44,8 @@ from rmm_linear.variance import (
     layer_options,
     measure_sketch_variance,
 )
+
+from .settings import RunSettings, stay_offline
 
 FILE = Path(__file__).parent / "results" / "sketch_noise.csv"
 TASKS = ("mrpc", "stsb", "sst2")
@@ -115,17 +116,14 @@ class Subject:
     """A model that is trained for a few steps, and the batches of its task."""
 
     def __init__(self, task: str, model: str, data: str, *, batch_size: int = _SEQUENCES) -> None:
-        # the hub's client reads it when it is imported
-        if data != "hub" and (model == "demo" or Path(model).is_dir()):
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import DataCollatorWithPadding
-
-        from .settings import RunSettings
-        from .training import PreparedRun
-
         self.settings = RunSettings(
             task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=_LONGEST
         )
+        stay_offline(self.settings)
+        from transformers import DataCollatorWithPadding
+
+        from .training import PreparedRun
+
         self._prepared = PreparedRun(self.settings, cpu=True)
         self.model, self._split = self._prepared.model.train(), self._prepared.splits["train"]
         if len(self._split) < 3 * batch_size:

@@ -33,6 +33,7 @@ import torch
 
 from experiments.command_line import HarnessError, Parser
 from experiments.provenance import REPOSITORY
+from experiments.rows import replace_file
 
 from .result_file import COMPLETE, read_result, write_result
 from .settings import EXACT, NamedConfig, RunSettings, config_path, load_named_config
@@ -157,14 +158,11 @@ def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
     except (OSError, ValueError) as error:
         raise HarnessError(f"the task {task} has no readable train.tsv and dev.tsv in {source} ({error})") from error
     chosen = sorted(random.Random(0).sample(range(len(lines)), min(rows, len(lines))))
-    target.mkdir(parents=True, exist_ok=True)
     content = {"train.tsv": b"".join([header, *(lines[at] for at in chosen)]), TASKS[task].dev_file: dev}
     for name, wanted in content.items():
         # another process may be reading it
         if not (target / name).is_file() or (target / name).read_bytes() != wanted:
-            part = target / f"{name}.{os.getpid()}.part"
-            part.write_bytes(wanted)
-            part.replace(target / name)
+            replace_file(target / name, functools.partial(Path.write_bytes, data=wanted))
     return folder
 
 

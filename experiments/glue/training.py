@@ -112,17 +112,11 @@ def _short(value: Any) -> str:
     return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
 
 
-def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: bool = False) -> dict[str, Any]:
-    """Run, or finish, one run, and write its result file.
+def execute(settings: RunSettings, results: Path, *, force: bool = False) -> dict[str, Any]:
+    """Run, or finish, one run, and write its result file; return the file's content.
 
-    Args:
-        settings: What to run.
-        results: The folder of the result file. Checkpoints lie in its folder `.checkpoints` until the run is complete.
-        force: Throw away an earlier result and its checkpoints.
-        cpu: Leave an accelerator alone.
-
-    Returns:
-        The content of the result file. If the run was complete already, nothing is run.
+    Nothing is run if the run was complete already, and `force` throws an earlier result and its checkpoints away.
+    Checkpoints lie in the folder `.checkpoints` of the results until the run is complete.
     """
     path = result_path(settings, results)
     if not force:
@@ -130,7 +124,7 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
         if finished is not None:
             return finished
     began = time.perf_counter()
-    prepared = PreparedRun(settings, cpu=cpu)
+    prepared = PreparedRun(settings)
     checkpoints = results / ".checkpoints" / settings.name
     previous = None if force else read_result(path)
     result = prepared.describe()

@@ -78,10 +78,7 @@ def _fake_results(
 
 
 def _label(result: dict[str, Any]) -> str:
-    config = result["config"]
-    if config["ratio"] is None:
-        return str(config["method"])
-    return f"{config['method']}-{config['ratio']:g}" + ("-centered" if config["center"] else "")
+    return str(result["name"]).partition("-")[2].partition("-seed")[0]
 
 
 def _edited(folder: Path, name: str, edit: Callable[[dict[str, Any]], None]) -> None:

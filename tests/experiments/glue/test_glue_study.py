@@ -2,17 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from official_layout import write_official_folder
-from transformers import TrainerCallback
 
 from experiments.glue import study as study_module
 from experiments.glue import training
 from experiments.glue.settings import RunSettings, load_named_config
 from experiments.glue.study import ROWS, TUNING, Study, claimed, cut_training_split, work_through
-from experiments.glue.training import PreparedRun, execute
 
 TINY = {"batch_size": 16, "min_rows": 16, "epochs": 1, "group_lengths": True, "monitor": 2, "timing": False}
 
@@ -81,30 +78,6 @@ def write_row(study: Study, file: str, run: RunSettings) -> None:
     study.results.mkdir(exist_ok=True)
     with (study.results / file).open("a") as lines:
         lines.write(json.dumps(row) + "\n")
-
-
-# test_glue_runs.py interrupts a run without groups and monitor
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny_demo")
-def test_a_grouped_and_monitored_run_resumes_to_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupt(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 9:
-                raise KeyboardInterrupt
-
-    settings = RunSettings(**{**TINY, "method": "hadamard", "ratio": 0.2, "epochs": 2, "save_steps": 2})
-    whole = execute(settings, tmp_path / "whole")
-    train = PreparedRun.train
-    with monkeypatch.context() as patch:
-        patch.setattr(PreparedRun, "train", lambda self, *a, **k: train(self, *a, **k, callbacks=(Interrupt(),)))
-        with pytest.raises(KeyboardInterrupt):
-            execute(settings, tmp_path / "broken")
-    resumed = execute(settings, tmp_path / "broken")
-    assert resumed["attempts"][1]["from_step"] == 8
-    for key in ("final_weights_sha256", "noise_ratio", "kept_bytes", "final"):
-        assert resumed[key] == whole[key]
 
 
 def test_grouped_batches_hold_each_row_once_and_little_padding() -> None:
