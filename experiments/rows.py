@@ -1,8 +1,8 @@
 """Results files of experiments: CSV whose rows are dictionaries, written whole or not at all."""
 
+import contextlib
 import csv
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -62,25 +62,19 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     Raises:
         HarnessError: If the folder can't be written to; nothing is left behind then.
     """
-    temporary: str | None = None
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-        os.close(handle)
-        write(Path(temporary))
-        # mkstemp makes files for the owner only; a result is as readable as any other file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        write(temporary)
         os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise HarnessError(
-                f"{path} can't be written ({error.strerror or error}); name a folder of yours for the results"
-            ) from error
-        raise
+    except OSError as error:
+        raise HarnessError(
+            f"{path} can't be written ({error.strerror or error}); name a folder of yours for the results"
+        ) from error
+    finally:
+        # it is in its place already, or the folder is none
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def grouped(rows: Iterable[dict[str, Any]], *columns: str) -> dict[Any, list[dict[str, Any]]]:

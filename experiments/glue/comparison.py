@@ -102,7 +102,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        return self.results[0]["name"].removeprefix(f"{self.task}-").rpartition("-seed")[0]
+        return label_of(self.results[0])
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -179,6 +179,11 @@ def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
     kind = (ratio is not None, config["method"] != EXACT, config["method"], config.get("budget") or "")
     kind += (list(BITS).index(bits) if bits else 0, config.get("storage") or "", variant_of(config))
     return (*kind, -(ratio or 0.0), bool(config.get("center")))
+
+
+def label_of(result: Mapping[str, Any]) -> str:
+    """Return method and knobs in one word: the result's name without task and seed."""
+    return str(result["name"]).partition("-")[2].rpartition("-seed")[0]
 
 
 def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -387,12 +387,10 @@ class PreparedRun:
             rows = [split[at] for at in range(number * size, min((number + 1) * size, len(split)))]
             return {key: value.to(self.device) for key, value in self.collate(rows).items()}
 
-        with torch.random.fork_rng(), self._autocast():
+        is_bfloat16 = self.settings.precision == "bfloat16"
+        with torch.random.fork_rng(), torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             yield batch_at
         model.train(was_training)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     def _conversion(self) -> tuple[RMMCallback, ...]:
         settings = self.settings

@@ -59,7 +59,6 @@ def _result(task: str, method: str, seed: int, score: float, **more) -> dict:
         "data": {"sha256": ""},
         "model": {"initial_weights_sha256": ""},
         "kept_bytes": {"model": 80, "exact_model": 100},
-        "final_weights_sha256": "",
         "hardware": dict.fromkeys(("device", "gpu", "cpu", "torch_threads")),
         "commit": "0" * 40,
         **more,

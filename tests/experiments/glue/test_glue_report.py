@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from experiments.command_line import HarnessError
-from experiments.glue.comparison import compare
+from experiments.glue.comparison import compare, label_of
 from experiments.glue.report import beaten_methods, main, markdown_table
 from experiments.glue.settings import RunSettings
 
@@ -48,8 +48,7 @@ def _fake_results(
             )
             noise = random.Random(f"{task} {settings.method} {settings.ratio} {seed}")
             below, share, slower = TRUTH[settings.method_label]
-            is_exact_in_effect = settings.ratio is None
-            luck = random.Random(seed).gauss(0, 0.01) + (0.0 if is_exact_in_effect else noise.gauss(0, 0.005))
+            luck = random.Random(seed).gauss(0, 0.01) + (0.0 if settings.ratio is None else noise.gauss(0, 0.005))
             names = settings.task_description.metrics[:metrics]
             values = {name: 0.9 - below + luck + 0.02 * number for number, name in enumerate(names)}
             seconds = [0.02 * slower * noise.uniform(0.95, 1.05) for _ in range(50)]
@@ -65,20 +64,14 @@ def _fake_results(
                 "hardware": {"device": "cpu", "gpu": None, "cpu": "Some Processor", "torch_threads": 2},
                 "commit": "0123abcdef",
                 "modified": False,
-                "peak_memory": {"bytes": 10**9, "what": "resident set of the whole process"},
                 "kept_bytes": {"model": int(8e6 * share), "exact_model": 8_000_000},
                 "final": {"score": statistics.fmean(values.values()), **values},
                 "train_seconds": sum(seconds),
                 "steps": {"seconds": seconds, "grad_norm": [0.5, 1.5, 2.0, 1.0] + [0.1] * 46},
-                "final_weights_sha256": f"exact {seed}" if is_exact_in_effect else settings.name,
             }
             (folder / f"{settings.name}.json").write_text(json.dumps(result))
             results.append(result)
     return results
-
-
-def _label(result: dict[str, Any]) -> str:
-    return str(result["name"]).partition("-")[2].partition("-seed")[0]
 
 
 def _edited(folder: Path, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -92,7 +85,7 @@ def test_the_rows_numbers_are_those_of_the_results(tmp_path: Path) -> None:
     results = _fake_results(tmp_path)
     by_label: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        by_label.setdefault(_label(result), []).append(result)
+        by_label.setdefault(label_of(result), []).append(result)
     rows = {row.label: row for row in compare(tmp_path).rows}
     assert rows.keys() == by_label.keys()
     exact_steps = np.array([result["steps"]["seconds"] for result in by_label["exact"]])
@@ -156,7 +149,7 @@ def test_the_markdown_has_a_row_a_method_and_every_mean(task: str, tmp_path: Pat
 
 def _with_noise(folder: Path, noises: dict[str, float]) -> None:
     for result in _fake_results(folder):
-        variances = {"step_variance": noises.get(_label(result), 0.0)}
+        variances = {"step_variance": noises.get(label_of(result), 0.0)}
         result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
         (folder / f"{result['name']}.json").write_text(json.dumps(result))
 
