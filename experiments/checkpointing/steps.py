@@ -66,6 +66,7 @@ PLANNERS_PERCENTS = (80, 60, 40)
 _CLOSE = 1.02
 _SPREAD = 10
 _DRAWS = 8
+_NOISE_BATCHES = 12
 _COLUMNS = (
     *("method", "setting", "budget_bytes", "simulated_peak_bytes", "peak_bytes", "tensors_peak_bytes"),
     *("activation_peak_bytes", "saved_bytes", "extra_flops", "step_s", "step_s_q20", "step_s_q80", "rounds"),
@@ -418,7 +419,7 @@ def step_rows(workload: Workload, shape: Shape, options: argparse.Namespace) -> 
         yield from comparison.rows(0 if kind == "eager" else options.rounds)
 
 
-def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str, Any]]:
+def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
     """Compare what codes add to a gradient with how much minibatches of MRPC differ, dropout off."""
     from experiments.glue.training import PreparedRun
 
@@ -427,12 +428,12 @@ def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str
     for module in prepared.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(batches)]
+    made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(_NOISE_BATCHES)]
     prepared.model.train()
     for way, bits in CODES.items():
         planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
         noise = measure_step_noise(planned, made)
-        row = {"way": way, "batches": batches, "batch": size, "share": noise.noise_ratio}
+        row = {"way": way, "batches": _NOISE_BATCHES, "batch": size, "share": noise.noise_ratio}
         yield row | {"relative_variance": noise.relative_variance} | origin()
 
 

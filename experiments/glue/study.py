@@ -7,8 +7,6 @@ is tried with (seed 0), and what is chosen goes to `task_settings`; the methods 
 have their own seeds; the methods of `at_the_end` have them too, and run last; `train_rows` cuts a task's
 training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl`: its result file without the columns
 over the steps.
-
-Killed at any time, the same command goes on. Several processes share the work: whoever holds a run's lock does it.
 """
 
 from __future__ import annotations
@@ -76,24 +74,18 @@ class Study:
 
     def plan(self) -> list[tuple[str, RunSettings]]:
         """All runs in their order, with the file that each one's row goes to."""
-        config, few, last = self.config, self._content.get("fewer_seeds"), self._content.get("last")
-        runs = self._runs(config)
-        if few:
-            runs += self._runs(config, methods=tuple(few["methods"]), seeds=tuple(few["seeds"]))
+        config, names = self.config, ("fewer_seeds", "last", "at_the_end")
+        few, last, end = ({key: tuple(each) for key, each in self._content.get(name, {}).items()} for name in names)
+        runs = self._runs(config) + (self._runs(config, **few) if few else [])
         # stable: the methods of a task keep the order that the grid gives them
         runs.sort(key=lambda run: (run.seed, config.tasks.index(run.task)))
-        stages = [(config.tasks, runs)]
+        stages, planned = [(config.tasks, runs)], []
         if last:
-            part = {"tasks": tuple(last["tasks"]), "seeds": tuple(last["seeds"])}
-            stages.append((part["tasks"], self._runs(config, **part)))
-        planned = []
+            stages.append((last["tasks"], self._runs(config, **last)))
         for tasks, grid in stages:
             planned += [(TUNING, run) for task in tasks if not self.is_tuned(task) for run in self.tuning_runs(task)]
             planned += [(ROWS, run) for run in grid]
-        if end := self._content.get("at_the_end"):
-            runs = self._runs(config, methods=tuple(end["methods"]), seeds=tuple(end["seeds"]))
-            planned += [(ROWS, run) for run in runs]
-        return planned
+        return planned + [(ROWS, run) for run in (self._runs(config, **end) if end else ())]
 
     def rows(self, file: str) -> list[dict[str, Any]]:
         path, rows = self.results / file, []

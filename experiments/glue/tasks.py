@@ -1,8 +1,4 @@
-"""The nine GLUE tasks and the demo's: their texts, labels and metrics, read from the hub or from official files.
-
-A folder in the official layout holds one folder a task (`CoLA/`, `SST-2/`, ...) with `train.tsv` and `dev.tsv`
-(MNLI: `dev_matched.tsv`). The files are tab-separated with bare quotation marks inside the fields.
-"""
+"""The nine GLUE tasks and the demo's: their texts, labels and metrics, read from the hub or from official files."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class Task:
     """What one task is, independent of where its files come from.
 
     Attributes:
-        name: The name used on the command line and on the hub.
+        name: On the command line and on the hub.
         text_keys: Columns of the loaded dataset that hold the text, one for single sentences, two for pairs.
         labels: Class names in the order of their integer labels; empty for a regression task.
         folder: Folder of the task in the official layout.

@@ -63,20 +63,9 @@ class Workload:
         return get_peft_model(model, LoraConfig(target_modules="all-linear")).train()
 
     def sample(self, model: nn.Module) -> dict[str, Tensor]:
-        batch = random_batch(self._unwrapped(model), batch=self.batch, length=self.length, device="cpu")
+        unwrapped = model.get_base_model() if self.lora else model  # type: ignore[operator]
+        batch = random_batch(unwrapped, batch=self.batch, length=self.length, device="cpu")
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-    def dropout(self, model: nn.Module) -> tuple[float, float]:
-        """Return the largest probability of dropping an activation, and that of attention scores."""
-        values: dict[str, Any] = self._unwrapped(model).config.to_dict()  # type: ignore[union-attr, operator]
-        found = {name: float(value) for name, value in values.items() if "drop" in name and isinstance(value, float)}
-        hidden = [value for name, value in found.items() if "att" not in name]
-        scores = [value for name, value in found.items() if "att" in name]
-        # T5 has one for all
-        return max(hidden, default=0.0), max(scores or hidden, default=0.0)
-
-    def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return model.get_base_model() if self.lora else model  # type: ignore[operator]
 
 
 WORKLOADS = (

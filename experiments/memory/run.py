@@ -88,7 +88,6 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
     """Measure one model with every method."""
     torch.manual_seed(0)
     model = workload.build()
-    dropout, attention_dropout = workload.dropout(model)
     batch = workload.sample(model)
     report = profile(model, **batch)
     # torch's fused kernel keeps no scores, and it may have none for what was asked for
@@ -104,8 +103,6 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
             "batch": workload.batch,
             "seq": workload.length,
             "dtype": str(workload.dtype).removeprefix("torch."),
-            "dropout": dropout,
-            "attention_dropout": attention_dropout,
             "method": method.family,
             **{name: None if method.config is None else getattr(method.config, name) for name in knobs},
             "sketched_layers": len(sketched),
