@@ -199,12 +199,8 @@ class RunSettings:
             return self.method if knob is None else f"{self.method}-{knob.replace('/', '-').replace('%', '')}"
         knobs = ["centered"] if self.center else []
         knobs += [self.storage] if self.storage is not None else []
-        knobs += [name for name, is_on in zip(VARIANTS.values(), self._variant, strict=True) if is_on]
+        knobs += [word for name, word in VARIANTS.items() if getattr(self, name)]
         return "-".join([f"{self.method}-{self.ratio:g}", *knobs])
-
-    @property
-    def _variant(self) -> tuple[bool, ...]:
-        return tuple(getattr(self, name) for name in VARIANTS)
 
     @property
     def name(self) -> str:
@@ -265,11 +261,6 @@ class NamedConfig:
         task = changes.get("task", self.settings.get("task", RunSettings.task))
         return RunSettings(**{**self.settings, **self.task_settings.get(task, {}), **changes})
 
-    def _is_chosen(self, method: dict[str, Any], chosen: dict[str, Any]) -> bool:
-        # as a run, so that knobs left out have their defaults
-        run = RunSettings(**method)
-        return all(getattr(run, key) == value for key, value in chosen.items())
-
     def grid(self, **changes: Any) -> list[RunSettings]:
         """All runs of the grid, seed by seed, so that a sweep cut short has whole seeds to compare.
 
@@ -280,7 +271,8 @@ class NamedConfig:
                 runs of the grid; a task, method or seed outside of the grid replaces the grid's own.
         """
         chosen = {key: changes.pop(key) for key in ("method", *KNOBS) if key in changes}
-        methods = [each for each in self.methods if self._is_chosen(each, chosen)]
+        # as runs, so that knobs left out have their defaults
+        methods = [each for each in self.methods if chosen.items() <= vars(RunSettings(**each)).items()]
         if not methods and "method" not in chosen:
             asked = " and ".join(f"{key}={value}" for key, value in chosen.items())
             raise HarnessError(f"the grid of {self.name!r} has no run with {asked}; name one with --method as well")

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import shutil
 import statistics
 import time
@@ -55,7 +56,6 @@ from rmm_linear.variance import measure_step_noise
 from . import fingerprints
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
-from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -306,7 +306,7 @@ class PreparedRun:
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        with peak_memory(self.device) as peak:
+        with _peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
@@ -506,6 +506,31 @@ def _split_log(
             {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"], "score": score, **values}
         )
     return steps, epochs
+
+
+@contextlib.contextmanager
+def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are.
+
+    Of CUDA's allocator, or of the resident set of the whole process on Linux. The two are not comparable: the resident
+    set holds the interpreter, the libraries and the pages that the C allocator has not given back from earlier work.
+    """
+    report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield report
+        report.update(bytes=torch.cuda.max_memory_allocated(device), what="tensors, by the CUDA allocator")
+        return
+    try:
+        # 5 resets VmHWM, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        yield report
+        return
+    yield report
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        report.update(bytes=int(found[1]) * 1024, what="resident set of the whole process")
 
 
 class _GroupedByLength(Sampler[int]):
