@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 

@@ -37,7 +37,7 @@ from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
 
 RESULTS = Path(__file__).parent / "results"
-ROWS, FIGURE = "language_model.jsonl", "language_model.png"
+ROWS, FIGURE = RESULTS / "language_model.jsonl", RESULTS / "language_model.png"
 SEEDS, STEPS, SEQUENCES, LENGTH = 3, 1000, 16, 128
 _LEARNING_RATE = 1e-3
 _WARM_UP, _EVERY, _VALIDATED, _NOISE_BATCHES = 50, 100, 16, 8
@@ -68,12 +68,8 @@ def batches(text: Tensor, seed: int) -> Iterator[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - LENGTH, (SEQUENCES,), generator=random)
-        yield _batch(torch.stack([text[start : start + LENGTH] for start in starts.tolist()]))
-
-
-def _batch(rows: Tensor) -> dict[str, Tensor]:
-    tokens = rows.long()
-    return {"input_ids": tokens, "labels": tokens}
+        tokens = torch.stack([text[start : start + LENGTH] for start in starts.tolist()]).long()
+        yield {"input_ids": tokens, "labels": tokens}
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
@@ -174,20 +170,17 @@ def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
     return loss
 
 
-def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return the rows of finished runs."""
-    path = folder / ROWS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+def read_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.is_file() else []
 
 
-def _run_missing(folder: Path, methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def _run_missing(methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
     for key in ((method, seed, rate) for seed in range(seeds) for method in methods for rate in rates):
-        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows(folder)):
+        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows()):
             continue
         torch._dynamo.reset()
         row = train(*key)
-        with (folder / ROWS).open("a", encoding="utf-8") as file:
+        with ROWS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{key[0]}, seed {key[1]}, rate {key[2]:g}: {row['validation'][-1][1]:.4f}", flush=True)
 
@@ -281,20 +274,18 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, and report."""
     parser = Parser(prog="python -m experiments.language_model", description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to this number - 1")
     parser.add_argument("--rates", nargs="+", type=float, default=[_LEARNING_RATE], help="learning rates")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
 
     def work(options: argparse.Namespace) -> None:
         if not options.report:
             torch.set_num_threads(1)
-            _run_missing(options.results, options.methods, options.seeds, options.rates)
-        rows = read_rows(options.results)
-        draw(rows, options.results / FIGURE)
+            _run_missing(options.methods, options.seeds, options.rates)
+        rows = read_rows()
+        draw(rows, FIGURE)
         print(language_model_table(rows))
 
     return parser.run(work, arguments)

@@ -62,7 +62,6 @@ def inputs_and_gradients() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def ours() -> Iterator[tuple[str, Layer]]:
-    """Yield sketches of this project."""
     for name, config in (
         ("gaussian", RMMConfig(ratio=RATIO, sketch="gaussian", center=False)),
         ("hadamard, centered", RMMConfig(ratio=RATIO)),
@@ -122,7 +121,6 @@ def _loaded(name: str, path: Path) -> Any:
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit of a checkout, in seven digits."""
     command = ["git", "-C", str(folder), "rev-parse", "--short=7", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -163,7 +161,6 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
 
 
 def peers_table() -> str:
-    """Write the table of the committed rows, in Markdown."""
     rows = read_rows(RESULTS / FILE)
     lines = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
@@ -188,7 +185,6 @@ def peers_table() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write the rows and print the table."""
     parser = Parser(prog="python -m experiments.peers", description=__doc__.partition("\n")[0])
     parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
     parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -47,33 +48,23 @@ def _git(*arguments: str) -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Processor, memory and accelerator, without anything that names the machine."""
+    """Processor and accelerator, without anything that names the machine."""
     return {
         "device": device.type,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu": _processor(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
 def _processor() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        found = re.search(r"^model name\s*:(.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    # not every system knows these names
-    except (AttributeError, ValueError, OSError):
-        return None
+    return found[1].strip() if found else platform.machine()
 
 
 @functools.cache

@@ -21,12 +21,8 @@ from experiments.rows import read_rows
 from experiments.which_tool import which_table
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-RESULTS = ROOT / "docs" / "results.md"
-CODES = ROOT / "docs" / "codes.md"
-BUDGET = ROOT / "docs" / "budget.md"
-COMPARE = ROOT / "docs" / "compare.md"
-NOISE = ROOT / "docs" / "noise.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+RESULTS = DOCS / "results.md"
 MEMORY = ROOT / "experiments/memory/results" / FILE
 BENCHMARKS = ROOT / "kernels/benchmarks/results"
 
@@ -54,13 +50,7 @@ def layer_tables() -> str:
     return "\n\n".join(parts)
 
 
-def study_table() -> str:
-    """Return the differences to exact of the runs on real data."""
-    return evidence_table(read_study())
-
-
 def memory_table() -> str:
-    """Return what each method keeps of seven models' bytes."""
     rows = read_rows(MEMORY)
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
     return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
@@ -71,13 +61,12 @@ def _of(make: Callable[[Path], str]) -> Callable[[], str]:
 
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
-    """Return the blocks of each page."""
     results: dict[str, Callable[[], str]] = {
         "memory": memory_table,
         "layer": layer_tables,
         "variance": sketch_noise.budgets_table,
         "sketches": sketch_noise.sketches_table,
-        "study": study_table,
+        "study": lambda: evidence_table(read_study()),
         "checkpointing": _of(checkpointing.eager_table),
     }
     which = functools.partial(which_table, checkpointing.RESULTS, MEMORY, sketch_noise.FILE, BENCHMARKS)
@@ -85,10 +74,10 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     return {
         README: {"which": which},
         RESULTS: results,
-        CODES: {"codes": _of(checkpointing.codes_table)},
-        BUDGET: budget,
-        COMPARE: {"peers": peers_table, "fine-tuned peers": peers.peers_table},
-        NOISE: {
+        DOCS / "codes.md": {"codes": _of(checkpointing.codes_table)},
+        DOCS / "budget.md": budget,
+        DOCS / "compare.md": {"peers": peers_table, "fine-tuned peers": peers.peers_table},
+        DOCS / "noise.md": {
             "language model": lambda: language_model_table(language_model_rows()),
             "cached norms": cached_norms.cached_norms_table,
         },

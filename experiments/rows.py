@@ -1,8 +1,8 @@
 """Results files of experiments: CSV whose rows are dictionaries, written whole or not at all."""
 
+import contextlib
 import csv
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -19,13 +19,8 @@ _TEXTS = ("commit", "peer_commit", "weights", "setting", "rmm_linear", "torch", 
 def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:
     """Read a results file: numbers as numbers, True and False as bools, empty cells as None.
 
-    Args:
-        path: The file.
-        needed: Columns that it must have.
-        command: What makes the file, for the message of an error.
-
     Raises:
-        HarnessError: If it is missing or lacks a column.
+        HarnessError: If the file is missing or lacks a column that is needed; the message names the command.
     """
     try:
         frame = pd.read_csv(
@@ -45,13 +40,7 @@ def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its exp
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, order: Sequence[str] = ()) -> None:
-    """Write a results file.
-
-    Args:
-        path: The file.
-        rows: At least one.
-        order: Models, in their order: rows that the file has of models without new rows stay.
-    """
+    """Write at least one row; if `order` lists the models, rows that the file has of models without new ones stay."""
     if order and path.exists():
         new = {row["model"] for row in rows}
         rows = [*(row for row in read_rows(path) if row["model"] not in new), *rows]
@@ -73,25 +62,19 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     Raises:
         HarnessError: If the folder can't be written to; nothing is left behind then.
     """
-    temporary: str | None = None
+    temporary = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-        os.close(handle)
-        write(Path(temporary))
-        # mkstemp makes files for the owner only; a result is as readable as any other file
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        write(temporary)
         os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise HarnessError(
-                f"{path} can't be written ({error.strerror or error}); name a folder of yours for the results"
-            ) from error
-        raise
+    except OSError as error:
+        raise HarnessError(
+            f"{path} can't be written ({error.strerror or error}); name a folder of yours for the results"
+        ) from error
+    finally:
+        # it is in its place already, or the folder is none
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def grouped(rows: Iterable[dict[str, Any]], *columns: str) -> dict[Any, list[dict[str, Any]]]:

@@ -44,19 +44,15 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
     ]
     coded = {row["method"]: row for row in read_rows(checkpointing / "codes.csv") if row["model"] == CODED}
     first = coded[EAGER]
-
-    def estimated(want: str, call: str, row: Mapping[str, Any]) -> list[str]:
-        peak, took = (row[name] / first[name] for name in ("peak_bytes", "step_s"))
-        return [want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", f"{row['error'] ** 2:.1g}"]
-
-    lines = [
-        estimated("a step that fits, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
+    fits = [
+        ("a step that fits, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
         for budget in FITTED
     ]
-    for want, call, row in steps:
-        peak, took = row["peak_bytes"] / eager["peak_bytes"], row["step_s"] / eager["step_s"]
-        lines.append([want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", "none"])
-    lines.append(estimated("little memory, hardly any noise", _CODES, coded["8 bits"]))
+    lines = []
+    for want, call, row in (*fits, *steps, ("little memory, hardly any noise", _CODES, coded["8 bits"])):
+        of, noise = (first, f"{row['error'] ** 2:.1g}") if row in coded.values() else (eager, "none")
+        peak, took = (row[name] / of[name] for name in ("peak_bytes", "step_s"))
+        lines.append([want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", noise])
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]

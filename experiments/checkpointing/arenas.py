@@ -134,10 +134,6 @@ class DtrInArena(CoopRun):
 def least_arena(graph: Graph, kind: type[CoopRun]) -> tuple[float, float]:
     """Scan arenas from the plain peak, and a half more, downwards: that one is met does not say that larger ones are.
 
-    Args:
-        graph: The graph.
-        kind: The policy.
-
     Returns:
         The least arena in which the policy ends, as a part of the plain peak, infinity if it ends in none; and the mean
         part of the arena that is free where it fails, 0 if it never does.

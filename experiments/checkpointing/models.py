@@ -241,7 +241,6 @@ class LSTMLoop(nn.Module):
         self.head = nn.Linear(hidden, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs after the last step."""
         hidden = cell = x.new_zeros(x.shape[1], self.state.in_features)
         for step in x:
             entry, forget, new, exit_gate = (self.inputs(step) + self.state(hidden)).chunk(4, 1)
@@ -268,7 +267,6 @@ def _regression(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def own_loss(model: nn.Module, **batch: Tensor) -> Tensor:
-    """Return the loss that a model computes itself."""
     return model(**batch).loss
 
 
@@ -355,7 +353,6 @@ class Workload:
         return self.published or self.name
 
     def at(self, shape: Shape) -> tuple[nn.Module, Batch]:
-        """Build the model and a batch."""
         torch.manual_seed(0)
         model = self.build(**shape.options).train()
         batch = self.sample(model, shape.batch, shape.size)
@@ -503,5 +500,4 @@ WORKLOADS = (
 
 
 def of_shape(key: str) -> tuple[Workload, ...]:
-    """Return the models that have a shape of this name."""
     return tuple(workload for workload in WORKLOADS if key in workload.shapes)

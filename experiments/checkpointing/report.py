@@ -53,7 +53,6 @@ _PUBLISHED = {
 
 
 def _cheapest(rows: Rows, peak_bytes: float) -> float | None:
-    """The least extra cost within a budget."""
     return min((row["extra_cost"] for row in rows if row["peak_bytes"] <= peak_bytes), default=None)
 
 
@@ -315,7 +314,6 @@ def read_compiled(folder: Path) -> list[Row]:
 
 
 def compiled_block(folder: Path) -> str:
-    """Return figure, table and claims of compiled steps."""
     rows = read_compiled(folder)
     origins = dict.fromkeys(
         f"rmm_linear {row['rmm_linear']} (commit {row['commit']}), torch {row['torch']}, {row['hardware']}."
@@ -441,17 +439,12 @@ _OTHERS_TABLES: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 def blocks(folder: Path) -> dict[str, Callable[[], str]]:
-    """Return what makes the blocks of this experiment's README.md."""
     makers = {name: make for name, (_, make) in MAKERS.items()} | {"origins": origins}
     return {name: functools.partial(make, folder) for name, make in makers.items()}
 
 
 def write_report(folder: Path) -> str:
-    """Draw `compiled.png` and `planners.png`, and fill this experiment's README.md if the folder is its own.
-
-    Returns:
-        All tables whose files are there.
-    """
+    """Draw the figures, and fill this experiment's README.md if the folder is its own; return all tables."""
     if (folder / "compiled.csv").exists():
         replace_file(folder / "compiled.png", lambda path: draw_compiled(read_compiled(folder), path))
     if (planners := folder / "planners.csv").exists():

@@ -66,6 +66,7 @@ PLANNERS_PERCENTS = (80, 60, 40)
 _CLOSE = 1.02
 _SPREAD = 10
 _DRAWS = 8
+_NOISE_BATCHES = 12
 _COLUMNS = (
     *("method", "setting", "budget_bytes", "simulated_peak_bytes", "peak_bytes", "tensors_peak_bytes"),
     *("activation_peak_bytes", "saved_bytes", "extra_flops", "step_s", "step_s_q20", "step_s_q80", "rounds"),
@@ -147,7 +148,6 @@ class Comparison:
     """All ways of running a model's step; used as a context."""
 
     def __init__(self, workload: Workload, shape: Shape, device: str = "cpu", *, counts_flops: bool = False) -> None:
-        """Build the model."""
         self.workload, self.shape, self.device = workload, shape, torch.device(device)
         self.on_gpu, self._counts_flops = self.device.type == "cuda", counts_flops
         model, batch = workload.at(shape)
@@ -166,7 +166,6 @@ class Comparison:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what lasts as long as the ways."""
         self._stack.close()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -335,11 +334,7 @@ def rivals(kind: str) -> list[Way]:
 def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, str], *, spread: int = _SPREAD) -> None:
     """Measure rivals, then plans: without a limit, at the rivals' peaks, and at budgets that lie evenly.
 
-    Args:
-        comparison: Takes what is measured.
-        ways: The rivals.
-        executors: Of plans, by their method; the last one also runs the budgets that lie evenly.
-        spread: How many budgets lie evenly.
+    The last one of the executors, which have the names of methods as keys, runs the `spread` budgets that lie evenly.
     """
     for way in ways:
         comparison.add(way)
@@ -424,7 +419,7 @@ def step_rows(workload: Workload, shape: Shape, options: argparse.Namespace) -> 
         yield from comparison.rows(0 if kind == "eager" else options.rounds)
 
 
-def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str, Any]]:
+def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
     """Compare what codes add to a gradient with how much minibatches of MRPC differ, dropout off."""
     from experiments.glue.training import PreparedRun
 
@@ -433,12 +428,12 @@ def noise_rows(model: str, data: str, *, batches: int = 12) -> Iterator[dict[str
     for module in prepared.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(batches)]
+    made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(_NOISE_BATCHES)]
     prepared.model.train()
     for way, bits in CODES.items():
         planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
         noise = measure_step_noise(planned, made)
-        row = {"way": way, "batches": batches, "batch": size, "share": noise.noise_ratio}
+        row = {"way": way, "batches": _NOISE_BATCHES, "batch": size, "share": noise.noise_ratio}
         yield row | {"relative_variance": noise.relative_variance} | origin()
 
 

@@ -14,7 +14,7 @@ from scipy.stats import t as student_t
 
 from experiments.command_line import HarnessError
 
-from .result_file import COMPLETE, read_results
+from .result_file import COMPLETE, read_result
 from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 
 # what may differ between the runs of one table
@@ -39,7 +39,6 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Summarise one value a seed."""
         spread = statistics.stdev(values) if len(values) > 1 else None
         return cls(statistics.fmean(values), spread, len(values))
 
@@ -61,7 +60,6 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Summarise measurements."""
         low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.2, 0.5, 0.8))
         return cls(float(low), float(median), float(high))
 
@@ -100,17 +98,14 @@ class Row:
 
     @property
     def method(self) -> str:
-        """The method without its knobs."""
         return str(self.knob("method"))
 
     @property
     def label(self) -> str:
-        """Method and knobs in one word."""
-        return self.results[0]["name"].removeprefix(f"{self.task}-").rpartition("-seed")[0]
+        return label_of(self.results[0])
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of the results."""
         return tuple(result["config"]["seed"] for result in self.results)
 
     @property
@@ -148,22 +143,19 @@ class Comparison:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks in the table's order."""
         return tuple(dict.fromkeys(row.task for row in self.rows))
 
     @property
     def has_times(self) -> bool:
-        """Whether the times mean something."""
         return all(row.train_seconds is not None for row in self.rows)
 
     def of_task(self, task: str) -> tuple[Row, ...]:
-        """Rows of one task."""
         return tuple(row for row in self.rows if row.task == task)
 
 
 def compare(folder: Path) -> Comparison:
-    """Read all result files of a folder and compare the methods."""
-    found = read_results(folder)
+    # each JSON file of the folder has to be a result
+    found = [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]
     complete = [result for result in found if result["status"] == COMPLETE]
     incomplete = tuple(f"{result['name']} ({result['status']})" for result in found if result["status"] != COMPLETE)
     if not complete:
@@ -173,21 +165,12 @@ def compare(folder: Path) -> Comparison:
 
 
 def rows_of_results(complete: Sequence[dict[str, Any]]) -> list[Row]:
-    """Summarise complete runs: a row for each task and method."""
-    rows: list[Row] = []
-    for task in sorted({result["config"]["task"] for result in complete}):
-        rows += _rows_of_task([result for result in complete if result["config"]["task"] == task])
-    return rows
-
-
-def _rows_of_task(results: list[dict[str, Any]]) -> list[Row]:
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(_order(result["config"]), {})[result["config"]["seed"]] = result
-    # exact is the first in their order
-    first = groups[min(groups)]
-    exact = first if next(iter(first.values()))["config"]["method"] == EXACT else {}
-    return [_row(groups[key], exact) for key in sorted(groups)]
+    for result in complete:
+        config = result["config"]
+        groups.setdefault((config["task"], *_order(config)), {})[config["seed"]] = result
+    exact = {key[0]: by_seed for key, by_seed in groups.items() if EXACT in key}
+    return [_row(groups[key], exact.get(key[0], {})) for key in sorted(groups)]
 
 
 def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -196,6 +179,11 @@ def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
     kind = (ratio is not None, config["method"] != EXACT, config["method"], config.get("budget") or "")
     kind += (list(BITS).index(bits) if bits else 0, config.get("storage") or "", variant_of(config))
     return (*kind, -(ratio or 0.0), bool(config.get("center")))
+
+
+def label_of(result: Mapping[str, Any]) -> str:
+    """Return method and knobs in one word: the result's name without task and seed."""
+    return str(result["name"]).partition("-")[2].rpartition("-seed")[0]
 
 
 def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,9 +13,7 @@ prepositional phrases and nested relative clauses that put nouns of another numb
 Half of the sentences are broken, in one of two ways. *Agreement*: one verb takes the wrong number. *Order*: a few
 neighbouring words are shuffled until two words follow each other that never do in the grammar, so that a broken
 sentence is never a good one by accident. Learning the second takes word order, the first takes finding each verb's
-subject. The model starts from an encoder that `demo_pretraining.py` trains without labels.
-
-No sentence of the validation split occurs in the training split.
+subject.
 """
 
 from __future__ import annotations
@@ -92,15 +90,12 @@ class Word:
 class Grammar:
     """Draws sentences. One instance holds one stream of random numbers."""
 
-    def __init__(self, seed: int, *, depth: int = 1) -> None:
-        """Start a stream."""
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._depth = depth
 
     def sentence(self) -> list[Word]:
-        """Draw one grammatical sentence."""
-        subject, person = self._subject(self._depth)
-        return subject + self._verb_phrase(person, self._depth - 1)
+        subject, person = self._subject(depth=1)
+        return subject + self._verb_phrase(person, depth=0)
 
     def _choose(self, words: Sequence[str]) -> str:
         return self._random.choice(words)
@@ -194,7 +189,6 @@ def has_possible_order(words: Sequence[Word]) -> bool:
 
 
 def as_text(words: Sequence[Word]) -> str:
-    """Write a sentence out."""
     return " ".join(word.text for word in words) + " ."
 
 

@@ -1,10 +1,8 @@
 """Pretrain the demo's small RoBERTa without labels: it learns which words of a sentence have been replaced.
 
-The harness is about fine-tuning, so the demo starts from a pretrained encoder, too. The pretext task (replaced token
-detection, as in ELECTRA, Clark et al. 2020) sees sentences of the grammar in which some words are exchanged, mostly for
-a word of the same part of speech: to spot those, the model must learn agreement and word order. No sentence of the
-validation split is among them, neither as drawn nor after the exchange. Layers are exact here; every method starts from
-the same weights.
+The pretext task (replaced token detection, as in ELECTRA, Clark et al. 2020) sees sentences of the grammar in which
+some words are exchanged, mostly for a word of the same part of speech: the model must learn agreement and word order
+to spot an exchange. No sentence of the validation split is seen, neither as drawn nor after the exchange.
 """
 
 from __future__ import annotations
@@ -34,13 +32,9 @@ _IGNORED = -1
 
 
 def pretrained_weights(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Weights of the encoder after pretraining; computed once a process.
+    """Return the state of the model's `roberta` after pretraining, which a process does once.
 
-    Args:
-        tokenizer: The tokenizer that the fine-tuning will use.
-
-    Returns:
-        State of the model's `roberta`. The default random state is left as it was.
+    The default random state is left as it was.
     """
     return _pretrain(tokenizer.backend_tokenizer.to_str(), demo.HIDDEN_SIZE, demo.LAYERS, STEPS)
 

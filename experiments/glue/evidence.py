@@ -10,8 +10,7 @@ dropout, in rounding, and in the versions of torch and transformers.
 A method's mean difference is the mean over tasks of its mean over seeds, without the tasks that run last with fewer
 seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom follow from Satterthwaite's
 approximation, and intervals are Student's. With two to five seeds a task the intervals are approximate: they hold the
-truth in 89 to 98 % of all studies, depending on which task varies most. A percentile bootstrap within each task holds
-it less often.
+truth in 89 to 98 % of all studies, depending on which task varies most.
 
 Two one-sided t tests (5 % each) would call a method equivalent to exact for any margin above |mean| + t error: the
 table has this least margin.
@@ -24,7 +23,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,13 @@ from scipy.stats import t as student_t
 from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser
 
-from .comparison import check_comparable, noise_over_minibatch, rows_of_results
+from .comparison import check_comparable, label_of, noise_over_minibatch, rows_of_results
 from .result_file import COMPLETE
 from .settings import EXACT, load_named_config
 
 RESULTS = Path(__file__).parent / "results" / "study"
 ROWS, FIGURE = "rows.jsonl", "noise.png"
+Result = dict[str, Any]
 _CONFIDENCE, _LEVEL = 0.95, 0.05
 # The left edge of the figure, and the difference below which a run is drawn at the lower edge.
 _LEAST_NOISE, _LOWEST = 1e-4, -9.0
@@ -75,7 +75,6 @@ class Average:
 
     @property
     def half(self) -> float:
-        """Half of the width of the 95 % interval."""
         return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.freedom)) * self.error
 
     @property
@@ -120,29 +119,18 @@ def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
-    """Pair the runs with exact's, method by method."""
     rows = rows_of_results(results)
     exact = [result for result in results if result["config"]["method"] == EXACT]
     found = []
     for label in dict.fromkeys(row.label for row in rows):
         own = [row for row in rows if row.label == label]
-        # by task and seed
-        scores: dict[str, dict[int, list[float]]] = {}
-        noises: dict[str, dict[int, list[float]]] = {}
-        crossed = 0
-        for result in results:
-            task, seed = _pair(result)
-            if result["name"] != f"{task}-{label}-seed{seed}":
-                continue
-            if (reference := _reference(result, exact)) is not None:
-                score = 100 * (result["final"]["score"] - reference["final"]["score"])
-                scores.setdefault(task, {}).setdefault(seed, []).append(score)
-                noises.setdefault(task, {}).setdefault(seed, []).append(_noise(result, reference))
-                crossed += _machine(result) != _machine(reference)
+        runs = (result for result in results if label_of(result) == label)
+        pairs = [(run, reference) for run in runs if (reference := _reference(run, exact)) is not None]
         kept = statistics.fmean(row.kept_share for row in own if row.task in _tasks([row.task for row in own]))
         name = _ONCE_MORE if own[0].method == EXACT else own[0].description
-        if scores:
-            found.append(Evidence(name, _means(scores), _means(noises), kept, crossed))
+        if pairs:
+            crossed = sum(_machine(run) != _machine(reference) for run, reference in pairs)
+            found.append(Evidence(name, _by_task(pairs, _difference), _by_task(pairs, _noise), kept, crossed))
     return found
 
 
@@ -174,8 +162,19 @@ def _filled(noise: Sequence[float]) -> tuple[float, ...]:
     return tuple(statistics.fmean(known) if known and math.isnan(value) else value for value in noise)
 
 
-def _means(values: Mapping[str, Mapping[int, list[float]]]) -> dict[str, tuple[float, ...]]:
-    return {task: tuple(map(statistics.fmean, values[task].values())) for task in sorted(values)}
+def _by_task(
+    pairs: Sequence[tuple[Result, Result]], value: Callable[[Result, Result], float]
+) -> dict[str, tuple[float, ...]]:
+    """Return the values of a task's seeds; runs of one seed on several devices have their mean."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for run, reference in pairs:
+        task, seed = _pair(run)
+        found.setdefault(task, {}).setdefault(seed, []).append(value(run, reference))
+    return {task: tuple(map(statistics.fmean, found[task].values())) for task in sorted(found)}
+
+
+def _difference(result: Result, reference: Result) -> float:
+    return float(100 * (result["final"]["score"] - reference["final"]["score"]))
 
 
 def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
@@ -215,7 +214,7 @@ def evidence_table(results: Sequence[dict[str, Any]]) -> str:
         f" machines. Keeps: of what exact keeps on the same batch.{padding} Noise: the variance that the method adds to"
         " the whole gradient before the training, over the minibatch's own: mean over runs ± two standard errors."
     )
-    return f"{table(header, lines)}\n\n{' '.join((sentences, *_scatter(results, run, found)))}"
+    return f"{table(header, lines)}\n\n{' '.join((sentences, *_scatter(results, found)))}"
 
 
 def _noise_cell(each: Evidence, tasks: Sequence[str]) -> str:
@@ -230,14 +229,16 @@ def _noise_cell(each: Evidence, tasks: Sequence[str]) -> str:
     return f"{text} ± {2 * statistics.stdev(noise) / math.sqrt(len(noise)):.{digits}f}"
 
 
-def _scatter(results: Sequence[dict[str, Any]], tasks: Sequence[str], found: Sequence[Evidence]) -> Iterator[str]:
+def _scatter(results: Sequence[Result], found: Sequence[Evidence]) -> Iterator[str]:
     """Say how far exact runs lie apart, and how many pairs would show how little."""
-    devices = sorted({str(result["hardware"]["device"]) for result in results})
-    scores = {device: {task: _exact_scores(results, task, device) for task in tasks} for device in devices}
-    device = max(devices, key=lambda device: sum(map(len, scores[device].values())))
-    spread = {task: statistics.stdev(values) for task, values in scores[device].items() if len(values) > 1}
+    scores: dict[str, dict[str, list[float]]] = {}
+    for result in (result for result in results if result["config"]["method"] == EXACT):
+        of_device = scores.setdefault(str(result["hardware"]["device"]), {})
+        of_device.setdefault(result["config"]["task"], []).append(100 * result["final"]["score"])
+    device = max(sorted(scores), key=lambda device: sum(map(len, scores[device].values())), default="")
+    spread = {task: statistics.stdev(values) for task, values in scores.get(device, {}).items() if len(values) > 1}
     if spread:
-        text = ", ".join(f"{task} {value:.1f}" for task, value in spread.items())
+        text = ", ".join(f"{task} {spread[task]:.1f}" for task in sorted(spread))
         yield f"Exact runs of different seeds on the device {device} have a standard deviation of {text} points."
     pairs = _of_two_exact_runs(found)
     if len(pairs) > 1:
@@ -263,15 +264,6 @@ def _of_two_exact_runs(found: Sequence[Evidence]) -> list[float]:
 
 def _root_mean_square(values: Sequence[float]) -> float:
     return math.sqrt(statistics.fmean(value**2 for value in values))
-
-
-def _exact_scores(results: Sequence[dict[str, Any]], task: str, device: str) -> list[float]:
-    wanted = task, EXACT, device
-    return [
-        100 * result["final"]["score"]
-        for result in results
-        if (result["config"]["task"], result["config"]["method"], str(result["hardware"]["device"])) == wanted
-    ]
 
 
 def difference_cell(values: Sequence[float]) -> str:
@@ -319,7 +311,6 @@ def drawn(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and draw the figure."""
     parser = Parser(prog="python -m experiments.glue.evidence", description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the study's rows")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,12 +40,11 @@ def _files_fingerprint(paths: Sequence[Path]) -> str | None:
     digest = hashlib.sha256()
     for path in paths:
         try:
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {os.fstat(file.fileno()).st_size} ".encode())
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            content = path.read_bytes()
         except OSError:
             return None
+        digest.update(f"{path.name} {len(content)} ".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 

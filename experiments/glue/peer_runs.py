@@ -58,7 +58,6 @@ class PeerRun(PreparedRun):
     """A run of the study, exact until `install`, whose batches bring the numbers of their samples."""
 
     def __init__(self, peer: Peer, settings: RunSettings) -> None:
-        """Load everything."""
         super().__init__(settings, cpu=True)
         self._install, self.checkout = peer.install, peer.checkout or Path()
         # A peer sets them: `begin` gets the numbers of the samples before each forward pass of the training, and `end`

@@ -196,7 +196,6 @@ def _time_cell(times: dict[str, dict[str, Any]], name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do the runs that have no row, or time steps, and print the table."""
     parser = Parser(prog="python -m experiments.glue.peers", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder that from_pretrained reads, or a name on the hub")
     parser.add_argument("--data", required=True, help="folder in the official GLUE layout")

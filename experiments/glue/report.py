@@ -26,11 +26,7 @@ _SAME_SHARE = 0.03
 
 
 def write_report(folder: Path) -> str:
-    """Write `report.md` and `report.png` into a results folder.
-
-    Returns:
-        The table, the path of the figure and which methods beat others, for the terminal.
-    """
+    """Write `report.md` and `report.png` into a results folder; return a text for the terminal."""
     comparison = compare(folder)
     numbers, notes, beaten = markdown_table(comparison), _notes(comparison), beaten_methods(comparison)
     parts = [f"# Results: {', '.join(comparison.tasks)}", numbers, "![figure](report.png)", beaten, notes]
@@ -60,48 +56,37 @@ def markdown_table(comparison: Comparison) -> str:
     parts = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
-        metrics = list(rows[0].metrics)
-        # a task with one metric has it for a score
-        shown = metrics if len(metrics) > 1 else []
-        score = "score" if shown else metrics[0].replace("_", " ")
-        knobs = [name for name in ("storage", "bits", "budget") if any(row.knob(name) for row in rows)]
-        knobs += ["variant"] if any(row.variant for row in rows) else []
-        header = ["method", "ratio", "centered", *knobs, "kept MiB", "of exact", score, *shown, "minus exact", "seeds"]
-        has_noise = all(row.noise is not None for row in rows)
-        if has_noise:
-            header.append("noise")
-        if comparison.has_times:
-            header += ["training s", "step time / exact"]
-        lines = []
-        for row in rows:
-            cells = _cells(row, shown, knobs)
-            if has_noise:
-                cells.append(f"{row.noise:.1g}" if row.noise else "0")
-            lines.append([*cells, *(_time_cells(row) if comparison.has_times else [])])
+        left_out = {name for name in ("storage", "bits", "budget") if not any(row.knob(name) for row in rows)}
+        left_out |= set() if any(row.variant for row in rows) else {"variant"}
+        left_out |= set() if all(row.noise is not None for row in rows) else {"noise"}
+        left_out |= set() if comparison.has_times else {"training s", "step time / exact"}
+        lines = [{name: cell for name, cell in _cells(row).items() if name not in left_out} for row in rows]
         title = f"**{task}**\n\n" if len(comparison.tasks) > 1 else ""
-        parts.append(title + table(header, lines))
+        parts.append(title + table(list(lines[0]), [list(line.values()) for line in lines]))
     return "\n\n".join(parts)
 
 
-def _cells(row: Row, metrics: Sequence[str], knobs: Sequence[str]) -> list[str]:
-    return [
-        row.method,
-        "" if row.knob("ratio") is None else f"{row.knob('ratio'):g}",
-        {None: "", True: "yes", False: "no"}[row.knob("center")],
-        *(", ".join(row.variant) if name == "variant" else row.knob(name) or "" for name in knobs),
-        f"{row.kept_bytes / _MIB:.2f}",
-        f"{100 * row.kept_share:.1f} %",
-        _points(row.score),
-        *(_points(row.metrics[name]) for name in metrics),
-        "" if row.difference is None else _signed_points(row.difference),
-        _seeds(row),
-    ]
-
-
-def _time_cells(row: Row) -> list[str]:
-    assert row.train_seconds is not None
-    time = row.step_time
-    return [_points(row.train_seconds), "" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]"]
+def _cells(row: Row) -> dict[str, str]:
+    """Return all cells of a row by the names of their columns."""
+    ratio, time, names = row.knob("ratio"), row.step_time, list(row.metrics)
+    # a task with one metric has it for a score
+    several = names if len(names) > 1 else []
+    return {
+        "method": row.method,
+        "ratio": "" if ratio is None else f"{ratio:g}",
+        "centered": {None: "", True: "yes", False: "no"}[row.knob("center")],
+        **{name: row.knob(name) or "" for name in ("storage", "bits", "budget")},
+        "variant": ", ".join(row.variant),
+        "kept MiB": f"{row.kept_bytes / _MIB:.2f}",
+        "of exact": f"{100 * row.kept_share:.1f} %",
+        "score" if several else names[0].replace("_", " "): _points(row.score),
+        **{name: _points(row.metrics[name]) for name in several},
+        "minus exact": "" if row.difference is None else _signed_points(row.difference),
+        "seeds": _seeds(row),
+        "noise": f"{row.noise:.1g}" if row.noise else "0",
+        "training s": "" if row.train_seconds is None else _points(row.train_seconds),
+        "step time / exact": "" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]",
+    }
 
 
 def _seeds(row: Row) -> str:
@@ -207,7 +192,6 @@ def _is_faster(first: Row, second: Row) -> bool:
 
 
 def _clipped_share(result: dict[str, Any]) -> float | None:
-    """Share of the steps whose gradient was clipped."""
     limit, norms = result["config"]["max_grad_norm"], result["steps"]["grad_norm"]
     if not limit:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
     Each top-level key has a line: long columns of numbers stay diffable and don't take a line a number.
     """
-    lines = [f" {json.dumps(key)}: {json.dumps(_finite(value), allow_nan=False)}" for key, value in result.items()]
+    finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in finite.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
 
     def write(to: Path) -> None:
@@ -30,14 +30,6 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
             os.fsync(file.fileno())
 
     replace_file(path, write)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
@@ -52,8 +44,3 @@ def read_result(path: Path) -> dict[str, Any] | None:
     if not known:
         raise HarnessError(f"{path} is not a result file of this harness; move it away or delete it")
     return result
-
-
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Read all result files of a folder, of which each JSON file has to be one."""
-    return [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]

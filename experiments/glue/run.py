@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from experiments.command_line import Parser
 
-from .settings import RunSettings, load_named_config
+from .settings import RunSettings, load_named_config, stay_offline
 
 DEFAULT_RESULTS = Path(__file__).parent / "results"
 
@@ -42,7 +41,6 @@ def _parser() -> Parser:
     parser.add_argument("--results", type=Path, help="results folder (default: experiments/glue/results/<config>)")
     parser.add_argument("--report", action="store_true", help="end with the tables and the figure of the folder")
     parser.add_argument("--force", action="store_true", help="throw away earlier results of the same runs")
-    parser.add_argument("--cpu", action="store_true", help="leave an accelerator alone")
     return parser
 
 
@@ -56,15 +54,13 @@ def _run(options: argparse.Namespace) -> None:
     changes = {key: value for key, value in vars(options).items() if key in names and value is not None}
     runs = config.grid(**changes) if options.grid else [config.run(**changes)]
     results = options.results or DEFAULT_RESULTS / config.name
-    if not any(run.needs_hub for run in runs):
-        # the hub's client reads it once, when it is imported
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline(*runs)
 
     from .training import execute, finished_result
 
     for number, run in enumerate(runs, start=1):
         done = None if options.force else finished_result(run, results)
-        result = done or execute(run, results, force=options.force, cpu=options.cpu)
+        result = done or execute(run, results, force=options.force)
         print(f"[{number}/{len(runs)}] {_one_line(result)}{_when(result) if done else ''}", flush=True)
     if options.report:
         from .report import write_report

@@ -160,7 +160,6 @@ class RunSettings:
 
     @property
     def uses_sketch(self) -> bool:
-        """Whether linear layers are converted."""
         return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
 
     @property
@@ -190,7 +189,6 @@ class RunSettings:
 
     @property
     def task_description(self) -> Task:
-        """The `Task` behind the name."""
         return DEMO_TASK if self.task == DEMO_TASK.name else TASKS[self.task]
 
     @property
@@ -201,21 +199,15 @@ class RunSettings:
             return self.method if knob is None else f"{self.method}-{knob.replace('/', '-').replace('%', '')}"
         knobs = ["centered"] if self.center else []
         knobs += [self.storage] if self.storage is not None else []
-        knobs += [name for name, is_on in zip(VARIANTS.values(), self._variant, strict=True) if is_on]
+        knobs += [word for name, word in VARIANTS.items() if getattr(self, name)]
         return "-".join([f"{self.method}-{self.ratio:g}", *knobs])
 
     @property
-    def _variant(self) -> tuple[bool, ...]:
-        return tuple(getattr(self, name) for name in VARIANTS)
-
-    @property
     def name(self) -> str:
-        """Name of the result file, without its suffix."""
         return f"{self.task}-{self.method_label}-seed{self.seed}"
 
     @property
     def needs_hub(self) -> bool:
-        """Whether data or model come from the hub."""
         return self.data == "hub" or not (self.model == "demo" or is_local_model(self.model))
 
     def recorded(self) -> dict[str, Any]:
@@ -233,6 +225,12 @@ class RunSettings:
         return values
 
 
+def stay_offline(*runs: RunSettings) -> None:
+    """Keep the hub's client, which asks once when it is imported, off the network if no run needs the hub."""
+    if not any(run.needs_hub for run in runs):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
 def is_local_model(model: str) -> bool:
     """Whether `--model` names a folder on this machine rather than a model on the hub."""
     return model != "demo" and Path(model).is_dir()
@@ -244,7 +242,6 @@ class NamedConfig:
 
     Attributes:
         name: The file's name without its suffix.
-        about: What it is for, in a sentence.
         settings: Settings that differ from the defaults of `RunSettings`.
         task_settings: Settings that hold for one task only, by task.
         tasks: Tasks of the grid.
@@ -253,7 +250,6 @@ class NamedConfig:
     """
 
     name: str
-    about: str
     settings: dict[str, Any]
     task_settings: dict[str, dict[str, Any]]
     tasks: tuple[str, ...]
@@ -265,11 +261,6 @@ class NamedConfig:
         task = changes.get("task", self.settings.get("task", RunSettings.task))
         return RunSettings(**{**self.settings, **self.task_settings.get(task, {}), **changes})
 
-    def _is_chosen(self, method: dict[str, Any], chosen: dict[str, Any]) -> bool:
-        # as a run, so that knobs left out have their defaults
-        run = RunSettings(**method)
-        return all(getattr(run, key) == value for key, value in chosen.items())
-
     def grid(self, **changes: Any) -> list[RunSettings]:
         """All runs of the grid, seed by seed, so that a sweep cut short has whole seeds to compare.
 
@@ -280,7 +271,8 @@ class NamedConfig:
                 runs of the grid; a task, method or seed outside of the grid replaces the grid's own.
         """
         chosen = {key: changes.pop(key) for key in ("method", *KNOBS) if key in changes}
-        methods = [each for each in self.methods if self._is_chosen(each, chosen)]
+        # as runs, so that knobs left out have their defaults
+        methods = [each for each in self.methods if chosen.items() <= vars(RunSettings(**each)).items()]
         if not methods and "method" not in chosen:
             asked = " and ".join(f"{key}={value}" for key, value in chosen.items())
             raise HarnessError(f"the grid of {self.name!r} has no run with {asked}; name one with --method as well")
@@ -301,11 +293,7 @@ def config_path(name: str) -> Path:
 
 
 def load_named_config(name: str) -> NamedConfig:
-    """Read a file of `configs/`, or one of the user's.
-
-    Args:
-        name: Its name without the suffix, or a path that ends in `.json`.
-    """
+    """Read a file of `configs/` by its name without the suffix, or one of the user's by its path."""
     path = config_path(name)
     if not path.is_file():
         known = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.json")))
@@ -314,7 +302,6 @@ def load_named_config(name: str) -> NamedConfig:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = NamedConfig(
             name=path.stem,
-            about=content["about"],
             settings=content["settings"],
             task_settings=content.get("task_settings", {}),
             tasks=tuple(content["tasks"]),

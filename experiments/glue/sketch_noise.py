@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import bisect
 import dataclasses
+import functools
 import itertools
-import os
 import statistics
 import sys
 import warnings
@@ -44,6 +44,8 @@ from rmm_linear.variance import (
     layer_options,
     measure_sketch_variance,
 )
+
+from .settings import RunSettings, stay_offline
 
 FILE = Path(__file__).parent / "results" / "sketch_noise.csv"
 TASKS = ("mrpc", "stsb", "sst2")
@@ -98,7 +100,6 @@ class Captured:
 
     @property
     def index(self) -> Tensor:
-        """The numbers of the rows that are no padding."""
         # leaving out rows that have a gradient would be a bias
         for name, (_, g) in self.layers.items():
             if g.flatten(0, -2)[~self.real].any():
@@ -115,18 +116,14 @@ class Subject:
     """A model that is trained for a few steps, and the batches of its task."""
 
     def __init__(self, task: str, model: str, data: str, *, batch_size: int = _SEQUENCES) -> None:
-        """Load model and data."""
-        # the hub's client reads it when it is imported
-        if data != "hub" and (model == "demo" or Path(model).is_dir()):
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        from transformers import DataCollatorWithPadding
-
-        from .settings import RunSettings
-        from .training import PreparedRun
-
         self.settings = RunSettings(
             task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=_LONGEST
         )
+        stay_offline(self.settings)
+        from transformers import DataCollatorWithPadding
+
+        from .training import PreparedRun
+
         self._prepared = PreparedRun(self.settings, cpu=True)
         self.model, self._split = self._prepared.model.train(), self._prepared.splits["train"]
         if len(self._split) < 3 * batch_size:
@@ -147,7 +144,6 @@ class Subject:
 
     @property
     def epoch(self) -> int:
-        """Steps of an epoch."""
         return len(self._split) // self.settings.batch_size
 
     def train(self, steps: int) -> None:
@@ -172,19 +168,15 @@ class Subject:
         size = self.settings.batch_size
         batch = self._pad([self._split[row] for row in range(number * size, (number + 1) * size)])
         layers: dict[str, tuple[Tensor, Tensor]] = {}
-        handles = []
 
-        def watch(name: str, layer: nn.Module) -> None:
-            def see(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-                x = arguments[0].detach()
-                # poolers and heads see a row a sequence
-                if x.shape[:-1] == batch["input_ids"].shape:
-                    output.register_hook(lambda g: layers.update({name: (x, g.detach().clone())}))
+        def see(_: nn.Module, arguments: tuple[Tensor, ...], output: Tensor, name: str) -> None:
+            x = arguments[0].detach()
+            # poolers and heads see a row a sequence
+            if x.shape[:-1] == batch["input_ids"].shape:
+                output.register_hook(lambda g: layers.update({name: (x, g.detach().clone())}))
 
-            handles.append(layer.register_forward_hook(see))
-
-        for name, layer in _converted_layers(self.model).items():
-            watch(name, layer)
+        converted = _converted_layers(self.model).items()
+        handles = [layer.register_forward_hook(functools.partial(see, name=name)) for name, layer in converted]
         torch.manual_seed(self.settings.seed if seed is None else seed)
         self.model(**batch).loss.backward()
         for handle in handles:

@@ -7,8 +7,6 @@ is tried with (seed 0), and what is chosen goes to `task_settings`; the methods 
 have their own seeds; the methods of `at_the_end` have them too, and run last; `train_rows` cuts a task's
 training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl`: its result file without the columns
 over the steps.
-
-Killed at any time, the same command goes on. Several processes share the work: whoever holds a run's lock does it.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import torch
 
 from experiments.command_line import HarnessError, Parser
 from experiments.provenance import REPOSITORY
+from experiments.rows import replace_file
 
 from .result_file import COMPLETE, read_result, write_result
 from .settings import EXACT, NamedConfig, RunSettings, config_path, load_named_config
@@ -46,7 +45,6 @@ class Study:
     """The runs of a configuration, which runs are done, and which settings are still to choose."""
 
     def __init__(self, config: str, results: Path, work: Path, *, data: str | None, model: str | None) -> None:
-        """Read the configuration."""
         self.path, self.results, self.work, self.data = config_path(config), results, work, data
         self._changes = {} if model is None else {"model": model}
         self.config: NamedConfig = load_named_config(config)
@@ -72,32 +70,24 @@ class Study:
         ]
 
     def is_tuned(self, task: str) -> bool:
-        """Whether the configuration has a learning rate for the task."""
         return "learning_rate" in self.config.task_settings.get(task, {})
 
     def plan(self) -> list[tuple[str, RunSettings]]:
         """All runs in their order, with the file that each one's row goes to."""
-        config, few, last = self.config, self._content.get("fewer_seeds"), self._content.get("last")
-        runs = self._runs(config)
-        if few:
-            runs += self._runs(config, methods=tuple(few["methods"]), seeds=tuple(few["seeds"]))
+        config, names = self.config, ("fewer_seeds", "last", "at_the_end")
+        few, last, end = ({key: tuple(each) for key, each in self._content.get(name, {}).items()} for name in names)
+        runs = self._runs(config) + (self._runs(config, **few) if few else [])
         # stable: the methods of a task keep the order that the grid gives them
         runs.sort(key=lambda run: (run.seed, config.tasks.index(run.task)))
-        stages = [(config.tasks, runs)]
+        stages, planned = [(config.tasks, runs)], []
         if last:
-            part = {"tasks": tuple(last["tasks"]), "seeds": tuple(last["seeds"])}
-            stages.append((part["tasks"], self._runs(config, **part)))
-        planned = []
+            stages.append((last["tasks"], self._runs(config, **last)))
         for tasks, grid in stages:
             planned += [(TUNING, run) for task in tasks if not self.is_tuned(task) for run in self.tuning_runs(task)]
             planned += [(ROWS, run) for run in grid]
-        if end := self._content.get("at_the_end"):
-            runs = self._runs(config, methods=tuple(end["methods"]), seeds=tuple(end["seeds"]))
-            planned += [(ROWS, run) for run in runs]
-        return planned
+        return planned + [(ROWS, run) for run in (self._runs(config, **end) if end else ())]
 
     def rows(self, file: str) -> list[dict[str, Any]]:
-        """The rows of a file."""
         path, rows = self.results / file, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             # half a line is what a full disk leaves; the run's result file is in the work folder still
@@ -160,14 +150,11 @@ def cut_training_split(task: str, data: Path, folder: Path, rows: int) -> Path:
     except (OSError, ValueError) as error:
         raise HarnessError(f"the task {task} has no readable train.tsv and dev.tsv in {source} ({error})") from error
     chosen = sorted(random.Random(0).sample(range(len(lines)), min(rows, len(lines))))
-    target.mkdir(parents=True, exist_ok=True)
     content = {"train.tsv": b"".join([header, *(lines[at] for at in chosen)]), TASKS[task].dev_file: dev}
     for name, wanted in content.items():
         # another process may be reading it
         if not (target / name).is_file() or (target / name).read_bytes() != wanted:
-            part = target / f"{name}.{os.getpid()}.part"
-            part.write_bytes(wanted)
-            part.replace(target / name)
+            replace_file(target / name, functools.partial(Path.write_bytes, data=wanted))
     return folder
 
 

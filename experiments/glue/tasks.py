@@ -1,8 +1,4 @@
-"""The nine GLUE tasks and the demo's: their texts, labels and metrics, read from the hub or from official files.
-
-A folder in the official layout holds one folder a task (`CoLA/`, `SST-2/`, ...) with `train.tsv` and `dev.tsv`
-(MNLI: `dev_matched.tsv`). The files are tab-separated with bare quotation marks inside the fields.
-"""
+"""The nine GLUE tasks and the demo's: their texts, labels and metrics, read from the hub or from official files."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class Task:
     """What one task is, independent of where its files come from.
 
     Attributes:
-        name: The name used on the command line and on the hub.
+        name: On the command line and on the hub.
         text_keys: Columns of the loaded dataset that hold the text, one for single sentences, two for pairs.
         labels: Class names in the order of their integer labels; empty for a regression task.
         folder: Folder of the task in the official layout.
@@ -54,24 +50,20 @@ class Task:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a number to predict rather than a class."""
         return not self.labels
 
     @property
     def num_outputs(self) -> int:
-        """Size of the model's output: one for regression, else the number of classes."""
         return max(len(self.labels), 1)
 
     @property
     def features(self) -> Features:
-        """Column types of the loaded dataset."""
         from datasets import ClassLabel, Features, Value
 
         label = Value("float32") if self.is_regression else ClassLabel(names=list(self.labels))
         return Features({**{key: Value("string") for key in self.text_keys}, "label": label})
 
     def parse_label(self, text: str) -> float | int:
-        """Turn a label field of an official file into a number."""
         if self.is_regression:
             score = float(text)
             if not 0.0 <= score <= 5.0:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import shutil
 import statistics
 import time
@@ -55,7 +56,6 @@ from rmm_linear.variance import measure_step_noise
 from . import fingerprints
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
-from .peak_memory import peak_memory
 from .result_file import (
     COMPLETE,
     DIVERGED,
@@ -79,7 +79,6 @@ _STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "seconds")
 
 
 def result_path(settings: RunSettings, results: Path) -> Path:
-    """Where the result of a run lies."""
     return results / f"{settings.name}.json"
 
 
@@ -113,17 +112,11 @@ def _short(value: Any) -> str:
     return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
 
 
-def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: bool = False) -> dict[str, Any]:
-    """Run, or finish, one run, and write its result file.
+def execute(settings: RunSettings, results: Path, *, force: bool = False) -> dict[str, Any]:
+    """Run, or finish, one run, and write its result file; return the file's content.
 
-    Args:
-        settings: What to run.
-        results: The folder of the result file. Checkpoints lie in its folder `.checkpoints` until the run is complete.
-        force: Throw away an earlier result and its checkpoints.
-        cpu: Leave an accelerator alone.
-
-    Returns:
-        The content of the result file. If the run was complete already, nothing is run.
+    Nothing is run if the run was complete already, and `force` throws an earlier result and its checkpoints away.
+    Checkpoints lie in the folder `.checkpoints` of the results until the run is complete.
     """
     path = result_path(settings, results)
     if not force:
@@ -131,7 +124,7 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False, cpu: b
         if finished is not None:
             return finished
     began = time.perf_counter()
-    prepared = PreparedRun(settings, cpu=cpu)
+    prepared = PreparedRun(settings)
     checkpoints = results / ".checkpoints" / settings.name
     previous = None if force else read_result(path)
     result = prepared.describe()
@@ -188,7 +181,6 @@ class PreparedRun:
     """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
 
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
-        """Load everything."""
         self.settings = settings
         self.task = settings.task_description
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
@@ -267,7 +259,6 @@ class PreparedRun:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Everything that a result file says about a run before its first step."""
         return {
             "format": FORMAT,
             "name": self.settings.name,
@@ -315,7 +306,7 @@ class PreparedRun:
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
         set_seed(settings.seed)
-        with peak_memory(self.device) as peak:
+        with _peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
         for planned in (callback.planned for callback in conversion if callback.planned is not None):
@@ -396,12 +387,10 @@ class PreparedRun:
             rows = [split[at] for at in range(number * size, min((number + 1) * size, len(split)))]
             return {key: value.to(self.device) for key, value in self.collate(rows).items()}
 
-        with torch.random.fork_rng(), self._autocast():
+        is_bfloat16 = self.settings.precision == "bfloat16"
+        with torch.random.fork_rng(), torch.autocast(self.device.type, torch.bfloat16, enabled=is_bfloat16):
             yield batch_at
         model.train(was_training)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bfloat16")
 
     def _conversion(self) -> tuple[RMMCallback, ...]:
         settings = self.settings
@@ -517,6 +506,31 @@ def _split_log(
             {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"], "score": score, **values}
         )
     return steps, epochs
+
+
+@contextlib.contextmanager
+def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are.
+
+    Of CUDA's allocator, or of the resident set of the whole process on Linux. The two are not comparable: the resident
+    set holds the interpreter, the libraries and the pages that the C allocator has not given back from earlier work.
+    """
+    report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield report
+        report.update(bytes=torch.cuda.max_memory_allocated(device), what="tensors, by the CUDA allocator")
+        return
+    try:
+        # 5 resets VmHWM, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        yield report
+        return
+    yield report
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+        report.update(bytes=int(found[1]) * 1024, what="resident set of the whole process")
 
 
 class _GroupedByLength(Sampler[int]):

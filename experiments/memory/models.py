@@ -46,20 +46,13 @@ class Workload:
     changes: Mapping[str, Any] = field(default_factory=dict)
     lora: bool = False
 
-    def build(self, *, layers: int | None = None, **changes: Any) -> nn.Module:
-        """Make the model, in training mode and with the dropout of its configuration.
-
-        Args:
-            layers: Layers of its stacks; all by default.
-            **changes: Values of the configuration that are to be others.
-        """
+    def build(self) -> nn.Module:
+        """Make the model, in training mode and with the dropout of its configuration."""
         model = build_model(
             str(MODELS / f"{self.config}.json"),
-            device="cpu",
             dtype=self.dtype,
-            layers=layers,
             attn_implementation=self.attention,
-            **{**self.changes, **changes},
+            **self.changes,
         )
         if not self.lora:
             return model
@@ -70,21 +63,9 @@ class Workload:
         return get_peft_model(model, LoraConfig(target_modules="all-linear")).train()
 
     def sample(self, model: nn.Module) -> dict[str, Tensor]:
-        """Make a random batch with labels."""
-        batch = random_batch(self._unwrapped(model), batch=self.batch, length=self.length, device="cpu")
+        unwrapped = model.get_base_model() if self.lora else model  # type: ignore[operator]
+        batch = random_batch(unwrapped, batch=self.batch, length=self.length, device="cpu")
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-
-    def dropout(self, model: nn.Module) -> tuple[float, float]:
-        """Return the largest probability of dropping an activation, and that of attention scores."""
-        values: dict[str, Any] = self._unwrapped(model).config.to_dict()  # type: ignore[union-attr, operator]
-        found = {name: float(value) for name, value in values.items() if "drop" in name and isinstance(value, float)}
-        hidden = [value for name, value in found.items() if "att" not in name]
-        scores = [value for name, value in found.items() if "att" in name]
-        # T5 has one for all
-        return max(hidden, default=0.0), max(scores or hidden, default=0.0)
-
-    def _unwrapped(self, model: nn.Module) -> nn.Module:
-        return model.get_base_model() if self.lora else model  # type: ignore[operator]
 
 
 WORKLOADS = (

@@ -84,17 +84,10 @@ METHODS = (
 )
 
 
-def measured_rows(workload: Workload, *, layers: int | None = None, **changes: Any) -> Iterator[dict[str, Any]]:
-    """Measure one model with every method.
-
-    Args:
-        workload: The model and its batch.
-        layers: As if the model had so many layers.
-        **changes: Values of the model's configuration that are to be others.
-    """
+def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
+    """Measure one model with every method."""
     torch.manual_seed(0)
-    model = workload.build(layers=layers, **changes)
-    dropout, attention_dropout = workload.dropout(model)
+    model = workload.build()
     batch = workload.sample(model)
     report = profile(model, **batch)
     # torch's fused kernel keeps no scores, and it may have none for what was asked for
@@ -110,8 +103,6 @@ def measured_rows(workload: Workload, *, layers: int | None = None, **changes: A
             "batch": workload.batch,
             "seq": workload.length,
             "dtype": str(workload.dtype).removeprefix("torch."),
-            "dropout": dropout,
-            "attention_dropout": attention_dropout,
             "method": method.family,
             **{name: None if method.config is None else getattr(method.config, name) for name in knobs},
             "sketched_layers": len(sketched),

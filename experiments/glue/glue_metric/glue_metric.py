@@ -10,18 +10,9 @@ import numpy as np
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-METRICS_OF_TASK = {
-    "cola": ("matthews_correlation",),
-    "sst2": ("accuracy",),
-    "mrpc": ("accuracy", "f1"),
-    "qqp": ("accuracy", "f1"),
-    "stsb": ("pearson", "spearmanr"),
-    "mnli": ("accuracy",),
-    "qnli": ("accuracy",),
-    "rte": ("accuracy",),
-    "wnli": ("accuracy",),
-    "demo": ("accuracy",),
-}
+METRICS_OF_TASK = dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli", "demo"), ("accuracy",))
+METRICS_OF_TASK |= dict.fromkeys(("mrpc", "qqp"), ("accuracy", "f1"))
+METRICS_OF_TASK |= {"cola": ("matthews_correlation",), "stsb": ("pearson", "spearmanr")}
 
 _FUNCTIONS = {
     "accuracy": accuracy_score,

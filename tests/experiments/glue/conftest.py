@@ -1,14 +1,18 @@
 """Tiny runs on the demo data."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from experiments.glue import demo, demo_pretraining, training
 
 
-@pytest.fixture
-def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def tiny_demo() -> Iterator[None]:
     """Let runs on the demo data see 80 sentences, and make its model a small one."""
     splits = demo.demo_splits(80, 40)
-    monkeypatch.setattr(training, "demo_splits", lambda: splits)
-    monkeypatch.setattr(demo, "HIDDEN_SIZE", 32)
-    monkeypatch.setattr(demo_pretraining, "STEPS", 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "demo_splits", lambda: splits)
+        patch.setattr(demo, "HIDDEN_SIZE", 32)
+        patch.setattr(demo_pretraining, "STEPS", 3)
+        yield

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from scipy import stats
 
 from experiments.command_line import HarnessError
-from experiments.glue.comparison import compare
+from experiments.glue.comparison import compare, label_of
 from experiments.glue.report import beaten_methods, main, markdown_table
 from experiments.glue.settings import RunSettings
 
@@ -34,48 +35,43 @@ TRUTH = {
 }
 
 
-def _fake_results(folder: Path) -> list[dict[str, Any]]:
+def _fake_results(
+    folder: Path, *, seeds: tuple[int, ...] = SEEDS, task: str = "demo", timing: bool = True, metrics: int = 1
+) -> list[dict[str, Any]]:
     """Write result files with made-up numbers."""
     folder.mkdir(exist_ok=True)
     results = []
     for knobs in METHODS:
-        for seed in SEEDS:
-            settings = RunSettings(seed=seed, timing=True, **knobs)
-            noise = random.Random(f"{settings.method} {settings.ratio} {seed}")
+        for seed in seeds:
+            settings = RunSettings(
+                task=task, data="demo" if task == "demo" else "hub", seed=seed, timing=timing, **knobs
+            )
+            noise = random.Random(f"{task} {settings.method} {settings.ratio} {seed}")
             below, share, slower = TRUTH[settings.method_label]
-            is_exact_in_effect = settings.ratio is None
-            luck = random.Random(seed).gauss(0, 0.01) + (0.0 if is_exact_in_effect else noise.gauss(0, 0.005))
-            score = 0.9 - below + luck
+            luck = random.Random(seed).gauss(0, 0.01) + (0.0 if settings.ratio is None else noise.gauss(0, 0.005))
+            names = settings.task_description.metrics[:metrics]
+            values = {name: 0.9 - below + luck + 0.02 * number for number, name in enumerate(names)}
             seconds = [0.02 * slower * noise.uniform(0.95, 1.05) for _ in range(50)]
             result = {
                 "format": 1,
                 "name": settings.name,
                 "status": "complete",
                 "config": settings.recorded(),
-                "metrics": ["accuracy"],
-                "data": {"sha256": "rows"},
-                "model": {"initial_weights_sha256": f"weights {seed}"},
+                "metrics": list(names),
+                "data": {"sha256": f"rows of {task}"},
+                "model": {"initial_weights_sha256": f"{task} {seed}"},
                 "versions": {"rmm_linear": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
                 "hardware": {"device": "cpu", "gpu": None, "cpu": "Some Processor", "torch_threads": 2},
                 "commit": "0123abcdef",
                 "modified": False,
-                "peak_memory": {"bytes": 10**9, "what": "resident set of the whole process"},
                 "kept_bytes": {"model": int(8e6 * share), "exact_model": 8_000_000},
-                "final": {"score": score, "accuracy": score},
+                "final": {"score": statistics.fmean(values.values()), **values},
                 "train_seconds": sum(seconds),
                 "steps": {"seconds": seconds, "grad_norm": [0.5, 1.5, 2.0, 1.0] + [0.1] * 46},
-                "final_weights_sha256": f"exact {seed}" if is_exact_in_effect else settings.name,
             }
             (folder / f"{settings.name}.json").write_text(json.dumps(result))
             results.append(result)
     return results
-
-
-def _label(result: dict[str, Any]) -> str:
-    config = result["config"]
-    if config["ratio"] is None:
-        return str(config["method"])
-    return f"{config['method']}-{config['ratio']:g}" + ("-centered" if config["center"] else "")
 
 
 def _edited(folder: Path, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -89,7 +85,7 @@ def test_the_rows_numbers_are_those_of_the_results(tmp_path: Path) -> None:
     results = _fake_results(tmp_path)
     by_label: dict[str, list[dict[str, Any]]] = {}
     for result in results:
-        by_label.setdefault(_label(result), []).append(result)
+        by_label.setdefault(label_of(result), []).append(result)
     rows = {row.label: row for row in compare(tmp_path).rows}
     assert rows.keys() == by_label.keys()
     exact_steps = np.array([result["steps"]["seconds"] for result in by_label["exact"]])
@@ -137,9 +133,17 @@ def test_a_folder_without_an_exact_run_has_a_report(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").exists()
 
 
+def test_a_task_of_two_metrics_has_a_column_for_each(tmp_path: Path) -> None:
+    results = _fake_results(tmp_path, task="mrpc", metrics=2)
+    header, _, exact, *_ = markdown_table(compare(tmp_path)).splitlines()
+    assert "| score | accuracy | f1 |" in header
+    for name in ("score", "accuracy", "f1"):
+        assert f"| {statistics.fmean(100 * each['final'][name] for each in results[: len(SEEDS)]):.1f} ±" in exact
+
+
 def _with_noise(folder: Path, noises: dict[str, float]) -> None:
     for result in _fake_results(folder):
-        variances = {"step_variance": noises.get(_label(result), 0.0)}
+        variances = {"step_variance": noises.get(label_of(result), 0.0)}
         result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
         (folder / f"{result['name']}.json").write_text(json.dumps(result))
 

@@ -86,7 +86,7 @@ def test_a_config_of_ones_own_is_a_path(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match=r"unknown config .*mine\.json'; choose one of demo, .* a \.json file"):
         load_named_config(str(path))
     path.write_text("{}")
-    with pytest.raises(HarnessError, match=r"mine\.json is not a configuration \(KeyError: 'about'\); start"):
+    with pytest.raises(HarnessError, match=r"mine\.json is not a configuration \(KeyError: 'settings'\); start"):
         load_named_config(str(path))
     content = json.loads((CONFIG_FOLDER / "demo.json").read_text())
     path.write_text(json.dumps(content | {"seeds": [7]}))
