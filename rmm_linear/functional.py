@@ -46,7 +46,7 @@ from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.norm_cache import RowNorms
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
-from rmm_linear.producers import flattens_in_place, is_free_to_keep
+from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 
@@ -347,11 +347,21 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
-    if not flattens_in_place(x):
+    # It asks for strides of (1, rows), which a single row may have as well.
+    if x.dim() == 2:
+        return x.stride() == (1, x.shape[0])
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows == 1:
+        # flattened, its strides are (in, 1) times that of its numbers
+        return x.shape[-1] == 1 and x.stride(-1) == 1
+    if x.stride(-1) != rows:
         return False
-    # Autograd asks for strides of (1, rows), which a single row may have as well.
-    matrix = _flat(x.detach())
-    return matrix.stride() == (1, matrix.shape[0])
+    distance = 1
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride != distance:
+            return False
+        distance *= size
+    return True
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
