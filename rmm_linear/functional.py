@@ -170,7 +170,8 @@ def linear(
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
-    x = x.to(dtype)
+    if x.dtype != dtype:
+        x = x.to(dtype)
     if torch._C._are_functorch_transforms_active():
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
