@@ -95,14 +95,8 @@ def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
 def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, density: float = 0.4) -> Graph:
     """Make a random forward graph in layers: edges go from a layer to any later one.
 
-    Every node but the first layer's reads something.
-
-    Args:
-        nodes: Number of nodes.
-        seed: Seed of everything.
-        width: Most nodes of a layer.
-        size: Largest number of bytes of a storage.
-        density: Probability of an edge between nodes of neighbouring layers; a third of it for others.
+    Every node but the first layer's reads something. A layer has at most `width` nodes, a storage at most `size` bytes.
+    `density` is the probability of an edge between nodes of neighbouring layers; a third of it is that of other edges.
     """
     draw = random.Random(seed)
     layers: list[list[int]] = []

@@ -100,11 +100,11 @@ def run_all(options: argparse.Namespace) -> None:
                     continue
                 if done and peer.is_run_once:
                     continue
-                names = {"peer": peer.name, "peer_commit": peer.checkout and commit_of(peer.checkout)}
-                found = _outcome(peer, _settings(options, task, seed, peer.pad_multiple))
+                row = {"peer": peer.name, "peer_commit": peer.checkout and commit_of(peer.checkout)}
+                row |= {"task": task, "seed": seed, **_outcome(peer, _settings(options, task, seed, peer.pad_multiple))}
                 rows = read_rows(path) if path.exists() else []
-                write_rows(path, [*rows, {**names, "task": task, "seed": seed, **found, **made_by}])
-                print({**names, "task": task, "seed": seed, **found}, flush=True)
+                write_rows(path, [*rows, row | made_by])
+                print(row, flush=True)
 
 
 def time_all(options: argparse.Namespace) -> None:

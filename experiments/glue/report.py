@@ -182,13 +182,9 @@ def _listed(words: Sequence[str]) -> str:
 def _dominates(first: Row, second: Row) -> bool:
     if first.noise is None or second.noise is None or first.noise > second.noise:
         return False
-    return _is_faster(first, second) and first.kept_share <= second.kept_share - _SAME_SHARE
-
-
-def _is_faster(first: Row, second: Row) -> bool:
-    """Whether nearly all steps of one were faster than nearly all of the other."""
-    times = [_EXACT_TIME if row.method == EXACT else row.step_time for row in (first, second)]
-    return bool(times[0] and times[1] and times[0].high < times[1].low)
+    mine, others = (_EXACT_TIME if row.method == EXACT else row.step_time for row in (first, second))
+    # nearly all steps of one have to be faster than nearly all of the other
+    return bool(mine and others and mine.high < others.low) and first.kept_share <= second.kept_share - _SAME_SHARE
 
 
 def _clipped_share(result: dict[str, Any]) -> float | None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +117,6 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m experiments.memory.run", description=__doc__.partition("\n")[0])
     add_models(parser, WORKLOADS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
 
     def work(options: argparse.Namespace) -> None:
         transformers.logging.set_verbosity_error()
@@ -127,10 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for workload in chosen(WORKLOADS, options.models):
             rows = list(measured_rows(workload))
             # after each model: an interrupted run keeps what it has
-            write_rows(options.results / FILE, rows, order=[each.name for each in WORKLOADS])
+            write_rows(RESULTS / FILE, rows, order=[each.name for each in WORKLOADS])
             print(f"{workload.name}: {len(rows)} rows", flush=True)
             gc.collect()
-        print(write_report(options.results))
+        print(write_report(RESULTS))
 
     return parser.run(work, arguments)
 
