@@ -106,6 +106,8 @@ def dynamo_options() -> AbstractContextManager[None]:
         "allow_rnn": True,
         # a hook that is added later is noticed
         "skip_nnmodule_hook_guards": False,
+        # a trace in another thread, which torch does not tell from one in this thread, is waited for
+        "force_compile_during_fx_trace": True,
         "ignore_logger_methods": ignored,
     }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}

@@ -37,6 +37,18 @@ def test_threads_train_planned_copies_at_once():
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def test_a_trace_in_another_thread_is_waited_for(monkeypatch):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    # torch keeps one flag for the traces of all threads
+    monkeypatch.setattr("torch.fx._symbolic_trace._is_fx_tracing_flag", True)
+    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    assert model._compiled_call_impl.planned_runs == 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def test_a_compiler_around_the_model_finds_it_as_it_was_written():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     reference = copy.deepcopy(model)
