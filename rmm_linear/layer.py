@@ -7,8 +7,7 @@ from the class that transformers has: the library itself does without that packa
 import sys
 import weakref
 from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +121,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
         return f"{super().extra_repr()}, {self._describe_config()}"
 
 
-@cache
 def _make_conv1d() -> type[SketchedLayer]:
     try:
         from transformers.pytorch_utils import Conv1D
@@ -160,9 +158,14 @@ def _make_conv1d() -> type[SketchedLayer]:
     return RMMConv1D
 
 
+if TYPE_CHECKING:
+    RMMConv1D: type[SketchedLayer]
+
+
 def __getattr__(name: str) -> Any:
     if name == "RMMConv1D":
-        return _make_conv1d()
+        # from here on it is an attribute like any other
+        return globals().setdefault(name, _make_conv1d())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -175,7 +178,8 @@ def convertible_classes() -> tuple[type[nn.Module], ...]:
 
 def sketched_class(exact: type[nn.Module]) -> type[SketchedLayer]:
     """Return what layers of a class become, which is one of `convertible_classes()`."""
-    return RMMLinear if exact is nn.Linear else _make_conv1d()
+    # the attribute, and not the name: `__getattr__` makes the class at its first use
+    return RMMLinear if exact is nn.Linear else sys.modules[__name__].RMMConv1D
 
 
 def is_linear_layer(module: nn.Module) -> bool:
