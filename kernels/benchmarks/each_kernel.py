@@ -73,7 +73,7 @@ def implementation(case: Case, module: str) -> Callable[..., Any]:
 
 
 def cases(shapes: tuple[tuple[int, int], ...], *, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Make every case of x with shapes (rows, features), the cases of one shape after those of another."""
+    """Yield every case of x for each shape (rows, features), one shape after the other."""
     seed = torch.tensor(7, device=device)
     for shape in shapes:
         rows, features = shape

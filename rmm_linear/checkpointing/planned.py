@@ -261,7 +261,8 @@ def apply_schedule(
 ) -> PlannedStep:
     """Run a training step by a given schedule for the captured step, for instance one that was saved as JSON.
 
-    The other arguments are those of `checkpoint_step`; `gradients` and `page_to` are what the schedule was planned for.
+    `checkpoint_step` describes the other arguments. `gradients` and `page_to` have the values that the schedule was
+    planned with.
 
     Returns:
         The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.

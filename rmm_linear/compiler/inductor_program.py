@@ -150,9 +150,9 @@ def windows_of(
 
     Of all such divisions it separates the fewest bytes that are read by a loop, and were read or written by the loop
     that touched them before: Inductor fuses the two in one window. Of equal divisions it has the fewest windows. An op
-    that is above the limit alone has a window of its own. With `expects_fusion`, a storage does not count that only
-    loops of one window write and read: Inductor is expected to fuse these loops, or to compute the storage again in
-    each, and not to write it to memory.
+    that is above the limit alone has a window of its own. With `expects_fusion`, a storage does not count if only loops
+    of one window write and read the storage: Inductor is expected to fuse these loops, or to compute the storage again
+    in each loop, and not to write the storage to memory.
 
     Return the window of each computation, counted from 1. The forward pass has `cut` computations; `are_loops` says
     which ops of the graph Inductor computes in loops.

@@ -120,10 +120,10 @@ def read_joint_graph(
     """Trace a graph of Dynamo forward and backward, and turn it into a graph for planners.
 
     No argument is written into. On a CPU each op runs on random numbers once for each kind of its arguments, which
-    tells what its kernel takes for itself. Checkpoints of the graph are inlined (`inline_checkpoints`), and arguments
-    on the meta device are taken for tensors on the CPU. Options are those of `rmm_linear.compiler.backend.Options`. If
-    Inductor will compile the ops, random ops draw by seeds, and no op that draws runs twice; and ops are those that
-    Inductor fuses others into.
+    tells how much memory the op's kernel allocates. Checkpoints of the graph are inlined (`inline_checkpoints`), and
+    arguments on the meta device are taken for tensors on the CPU. `rmm_linear.compiler.backend.Options` describes the
+    options. If Inductor will compile the step, random ops draw by seeds and run once, and each op of the graph is an op
+    of the trace with the ops that Inductor fuses into it.
 
     Raises:
         CaptureError: If the step can't be captured; it names the line, and what can be done.

@@ -135,7 +135,7 @@ class Readings:
 
 @dataclass(eq=False)
 class Rewrite:
-    """One code, and the reads that an op has a formula of its own for; ops that are linear in a tensor need none.
+    """One code, and its reads by ops with a formula of their own; an op that is linear in the tensor needs no formula.
 
     Attributes:
         code: The code.

@@ -317,8 +317,8 @@ class Program:
     def solve(self, budget_bytes: int, *, time_limit_s: float = 20.0, node_limit: int | None = None) -> Solution:
         """Return the cheapest plan within a budget that is found within two limits.
 
-        The time is that of each relaxed program, and of the integral one. The nodes are those of the solver's tree;
-        unlike a time, this limit gives the same plan each time. After Ctrl-C the plan is the best rounded one: HiGHS
+        The time limits each relaxed program, and the integral program. The number of nodes limits the solver's tree,
+        and gives the same plan each time, which a time limit does not. After Ctrl-C the plan is the best rounded one: HiGHS
         has no way to hand over what it has, and runs on in a thread until the time limit.
         """
         plain_cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
