@@ -318,8 +318,8 @@ class Program:
         """Return the cheapest plan within a budget that is found within two limits.
 
         The time limits each relaxed program, and the integral program. The number of nodes limits the solver's tree,
-        and gives the same plan each time, which a time limit does not. After Ctrl-C the plan is the best rounded one: HiGHS
-        has no way to hand over what it has, and runs on in a thread until the time limit.
+        and gives the same plan each time, which a time limit does not. After Ctrl-C the plan is the best rounded one:
+        HiGHS can't return its best plan so far, and runs on in a thread until the time limit.
         """
         plain_cost, (bound, orders) = self._graph.cost, self.relaxed(budget_bytes, time_limit_s)
         for part in _SLACKS:
