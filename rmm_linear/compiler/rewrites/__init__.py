@@ -58,7 +58,6 @@ def code_step(
     coded = tuple(
         CodedTensor(
             rewrite.code.name,
-            blocks.get(rewrite.code.node, ""),
             rewrite.code.kind,
             rewrite.code.bits,
             rewrite.code.node.meta["val"].nbytes,
@@ -71,7 +70,7 @@ def code_step(
     freed = {read for sketch in sketched if sketch.is_kept for read in sketch.reads}
     for read in chosen.unserved:
         for node in () if read in freed else step.memories(read.source):
-            tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
+            tensor = ExactTensor(node.name, size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
     of_sketches = tuple(
         SketchedTensor(
