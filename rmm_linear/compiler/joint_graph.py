@@ -331,7 +331,8 @@ class _Reading:
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
                 continue
             # the backward part begins with the first op of a gradient, or before it, with what reads a code
-            is_backward = is_backward or "is_backward" in node.meta or any(map(_is_tangent, node.all_input_nodes))
+            reads_tangent = any(isinstance(each.meta.get("desc"), TangentAOTInput) for each in node.all_input_nodes)
+            is_backward = is_backward or "is_backward" in node.meta or reads_tangent
             if node.target is operator.getitem:
                 continue
             if node in self._loop_of:
@@ -455,10 +456,6 @@ class _Reading:
             block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:
