@@ -30,6 +30,7 @@ from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
+from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -195,10 +196,11 @@ class _Reading:
         self._refuse_sparse()
         coding = Coding()
         parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
+        parts = self._joint, tangents.values(), self.traced.blocks
         if bits != _EXACT:
-            cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
+            cast_again(Step(*parts), parameters)
         if bits != _EXACT or sketch is not None:
-            coding = code_step(self._joint, list(tangents.values()), self.traced.blocks, bits, parameters, sketch)
+            coding = code_step(Step(*parts), bits, parameters, sketch)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
