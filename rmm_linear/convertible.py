@@ -1,7 +1,6 @@
 """Why a layer is left exact: which linear layers can't be sketched, and what stands in the place of one and is none."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,12 +103,6 @@ def _fsdp_module() -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
-def _gathering(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose weights FSDP2 gathers before they run."""
-    kind = _fsdp_module()
-    return (module for module in model.modules() if isinstance(module, kind))
-
-
 def _sharded_dimensions(parameter: Any) -> int:
     return sum(not placement.is_replicate() for placement in getattr(parameter, "placements", ()))
 
@@ -118,7 +111,9 @@ def _is_tensor_parallel(module: nn.Module, model: nn.Module | None) -> bool:
     """Tell whether the weight is a DTensor that stays distributed while the layer runs."""
     if getattr(module.weight, "placements", None) is None:
         return False
-    outer = _gathering(module if model is None else model)
+    # FSDP2 gathers the weights of its modules before they run
+    inside = module if model is None else model
+    outer = (each for each in inside.modules() if isinstance(each, _fsdp_module()))
     gathers = any(inner is module for each in outer for inner in each.modules())
     # A second mesh dimension that shards is not FSDP2's own.
     return not gathers or _sharded_dimensions(module.weight) > 1
@@ -128,7 +123,8 @@ def _has_tensor_parallel_layers(model: nn.Module) -> bool:
     """Tell whether any parameter stays distributed while the model runs: its ranks are not data-parallel ones then."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    gathered = {id(parameter) for module in _gathering(model) for parameter in module.parameters()}
+    outer = (module for module in model.modules() if isinstance(module, _fsdp_module()))
+    gathered = {id(parameter) for module in outer for parameter in module.parameters()}
     return any(_sharded_dimensions(parameter) > (id(parameter) in gathered) for parameter in model.parameters())
 
 

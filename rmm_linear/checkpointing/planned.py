@@ -250,6 +250,14 @@ def arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
 
 
+def _planned(
+    model: nn.Module, step: Callable[..., Any] | None, sample: Any, options: Options
+) -> tuple[PlannedStep, CheckpointPlan]:
+    refuse_planned(model)
+    planned = _step_of(model, step, options)
+    return planned, planned.capture(*arguments_of_sample(sample))[1]
+
+
 def apply_schedule(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
@@ -285,12 +293,8 @@ def apply_schedule(
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
-    refuse_planned(model)
-    planned = _step_of(
-        model, loss_fn, Options(schedule=schedule, executor="exact", gradients=gradients, page_to=page_to)
-    )
-    planned.capture(*arguments_of_sample(sample))
-    return planned
+    options = Options(schedule=schedule, executor="exact", gradients=gradients, page_to=page_to)
+    return _planned(model, loss_fn, sample, options)[0]
 
 
 def checkpoint_step(
@@ -332,11 +336,7 @@ def checkpoint_step(
         ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
             or compiled already, or wrapped as by DistributedDataParallel.
     """
-    options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
-    refuse_planned(model)
-    planned = _step_of(model, loss_fn, options)
-    planned.capture(*arguments_of_sample(sample))
-    return planned
+    return _planned(model, loss_fn, sample, Options(budget, strategy, "exact", costs, gradients, page_to=page_to))[0]
 
 
 def checkpoint_model(
@@ -385,8 +385,5 @@ def checkpoint_model(
         >>> model(x).square().mean().backward()
     """
     options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
-    refuse_planned(model)
-    planned = _step_of(model, None, options)
-    _, plan = planned.capture(*arguments_of_sample(sample))
-    model._compiled_call_impl = planned
+    model._compiled_call_impl, plan = _planned(model, None, sample, options)
     return plan

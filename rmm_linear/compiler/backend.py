@@ -377,11 +377,7 @@ class PlannedGraph:
         return options.schedule is not None or options.budget is None or Budget.of(options.budget).is_relative
 
     def _take_all_gradients(self) -> None:
-        """Plan later steps for gradients of all results.
-
-        Raises:
-            RuntimeError: If the user gave a schedule, which is for the gradient of the loss alone.
-        """
+        """Plan later steps for gradients of all results."""
         if self._group.options.schedule is not None:
             raise RuntimeError(
                 "a gradient arrived at a result beside the loss, and the given schedule is for the gradient of the loss"

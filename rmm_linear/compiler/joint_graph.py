@@ -30,6 +30,7 @@ from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
+from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -195,10 +196,11 @@ class _Reading:
         self._refuse_sparse()
         coding = Coding()
         parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
+        parts = self._joint, tangents.values(), self.traced.blocks
         if bits != _EXACT:
-            cast_again(self._joint, list(tangents.values()), self.traced.blocks, parameters)
+            cast_again(Step(*parts), parameters)
         if bits != _EXACT or sketch is not None:
-            coding = code_step(self._joint, list(tangents.values()), self.traced.blocks, bits, parameters, sketch)
+            coding = code_step(Step(*parts), bits, parameters, sketch)
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
@@ -331,7 +333,8 @@ class _Reading:
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
                 continue
             # the backward part begins with the first op of a gradient, or before it, with what reads a code
-            is_backward = is_backward or "is_backward" in node.meta or any(map(_is_tangent, node.all_input_nodes))
+            reads_tangent = any(isinstance(each.meta.get("desc"), TangentAOTInput) for each in node.all_input_nodes)
+            is_backward = is_backward or "is_backward" in node.meta or reads_tangent
             if node.target is operator.getitem:
                 continue
             if node in self._loop_of:
@@ -455,10 +458,6 @@ class _Reading:
             block=self.traced.blocks.get(node, node.meta.get("block", "")),
             kind=name.removesuffix(".default"),
         )
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _memories_read(loop: Iterable[fx.Node]) -> dict[int, None]:

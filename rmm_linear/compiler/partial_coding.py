@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.planning.coding import Bits
-from rmm_linear.planning.relaxation import Relaxed, relaxations
+from rmm_linear.planning.relaxation import least_extra_cost, relaxations
 
 _Costs = dict[tuple[str, int], float]
 
@@ -34,24 +34,20 @@ class PartialCoding:
 
         It is infinite if nothing fits.
         """
-        found = self._dearest(budget_bytes)
-        return float("inf") if found is None else self._plain_cost + found.extra_cost
+        return self._plain_cost + least_extra_cost(self._programs, budget_bytes)
 
     def choose(self, budget_bytes: int) -> Bits | None:
         """Choose the tensors that are worth their codes, for a budget at the moments that the program looks at.
 
         Return the bits of their codes; None if none are, or all, or nothing fits.
         """
-        found = self._dearest(budget_bytes)
-        if found is None or not found.coded or found.coded == self._all:
-            return None
-        return replace(self._bits, only=found.coded)
-
-    def _dearest(self, budget_bytes: int) -> Relaxed | None:
-        """The solution of the moment that costs most."""
         solved = [program.solve(budget_bytes) for program in self._programs]
         found = [each for each in solved if each is not None]
-        return max(found, key=lambda each: each.extra_cost) if found and len(found) == len(solved) else None
+        if len(found) < len(solved):
+            return None
+        # of the moment that costs most
+        coded = max(found, key=lambda each: each.extra_cost).coded
+        return replace(self._bits, only=coded) if coded and coded != self._all else None
 
 
 def _prices(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> dict[str, float]:

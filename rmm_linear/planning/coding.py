@@ -83,7 +83,6 @@ class CodedTensor:
 
     Attributes:
         name: The node that computes it.
-        block: The module that it belongs to.
         kind: One of `KINDS`.
         bits: Bits of an element; 1 for a mask, which is exact.
         tensor_bytes: Bytes of the tensor.
@@ -94,7 +93,6 @@ class CodedTensor:
     """
 
     name: str
-    block: str
     kind: str
     bits: int
     tensor_bytes: int
@@ -108,13 +106,11 @@ class ExactTensor:
 
     Attributes:
         name: The node that computes it.
-        block: The module that it belongs to.
         tensor_bytes: Bytes of the tensor.
         reader: The op that reads it.
     """
 
     name: str
-    block: str
     tensor_bytes: int
     reader: str
 

@@ -134,16 +134,11 @@ class Graph:
         for index, storage in enumerate(self.storages):
             if index not in written:
                 raise ValueError(f"storage {storage.name!r} is written by no op; leave out what is not computed")
-        for index in self.outputs:
-            self._check_index(index, "outputs")
-        for index in self.results:
-            self._check_index(index, "results")
-            if self.ops[written[index]].is_backward:
-                raise ValueError(f"result {self.storages[index].name!r} is written by a backward op")
-        for index in self.gradients:
-            self._check_index(index, "gradients")
-            if not self.ops[written[index]].is_backward:
-                raise ValueError(f"gradient {self.storages[index].name!r} is written by a forward op")
+        for kind, wrong in (("output", ""), ("result", "backward"), ("gradient", "forward")):
+            for index in getattr(self, f"{kind}s"):
+                self._check_index(index, f"{kind}s")
+                if wrong == ("backward" if self.ops[written[index]].is_backward else "forward"):
+                    raise ValueError(f"{kind} {self.storages[index].name!r} is written by a {wrong} op")
 
     def _check_index(self, index: int, where: str) -> None:
         if not 0 <= index < len(self.storages):

@@ -34,15 +34,9 @@ _PATIENCE = 0.25
 
 
 class _Change(NamedTuple):
-    """Computations that come right before a place, and one that goes.
+    """Ops that are computed right before a key, and the key of a computation that goes, if one does."""
 
-    Attributes:
-        price: What it costs more, over the bytes that it frees.
-        ops: Ops that are computed.
-        before: The key that they come before.
-        gone: The key of the computation that goes; None if none does.
-    """
-
+    # what it costs more, over the bytes that it frees
     price: float
     ops: list[int]
     before: int

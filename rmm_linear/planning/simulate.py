@@ -23,10 +23,7 @@ class Simulation:
         peak_bytes: The most that is in memory at any time; parameters, buffers and the batch are not counted.
         cost: Time of all computations and of paging, in the graph's unit.
         extra_cost: Time of what the plain program does not do.
-        peak_step: The step at which the peak is reached first.
-        live_at_peak: Storages in memory at that step, its op's results included.
         bytes_at_step: Bytes in memory during each step.
-        forward_steps: Steps until the last result is there.
         forward_bytes: Bytes in memory when the forward pass has ended: what is kept for the backward pass, and results.
         forward_live: Storages in memory then.
     """
@@ -34,10 +31,7 @@ class Simulation:
     peak_bytes: int
     cost: float
     extra_cost: float
-    peak_step: int
-    live_at_peak: tuple[int, ...]
     bytes_at_step: tuple[int, ...]
-    forward_steps: int
     forward_bytes: int
     forward_live: frozenset[int]
 
@@ -73,34 +67,28 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
     times = Counter(schedule.order)
     left = times.copy()
     live: set[int] = set()
-    held = peak = peak_step = 0
-    live_at_peak: tuple[int, ...] = ()
+    held = place = 0
     bytes_at_step = []
     cost = first_cost = 0.0
     computed: set[int] = set()
-    computations = [number for number, step in enumerate(schedule.steps) if step.kind == "compute"]
     end = end_of_forward(graph, schedule.order)
-    forward_steps = len(schedule.steps) if end < 0 else computations[end] + 1
-    forward_bytes = 0
-    forward_live: frozenset[int] | None = None
-    for number, step in enumerate(schedule.steps):
+    forward: tuple[int, frozenset[int]] | None = None
+    for step in schedule.steps:
         if step.kind == "free":
             live.remove(step.target)
             held -= graph.storages[step.target].size_bytes
             bytes_at_step.append(held)
             continue
-        if forward_live is None and number >= forward_steps:
-            forward_bytes, forward_live = held, frozenset(live)
+        if forward is None and 0 <= end < place:
+            forward = held, frozenset(live)
+        place += 1
         op = graph.runnable[step.target]
         is_load = step.target >= len(graph.ops)
         if times[step.target] > 1 and step.target not in computed:
             held += op.state_bytes
-        during = held + op.temporary_bytes + sum(graph.storages[index].size_bytes for index in op.writes)
+        bytes_at_step.append(held + graph.bytes_while_running[step.target])
         held += sum(graph.storages[index].size_bytes for index in op.writes if index not in live)
         live.update(op.writes)
-        bytes_at_step.append(during)
-        if during > peak or not number:
-            peak, peak_step, live_at_peak = during, number, tuple(sorted(live))
         is_first = step.target not in computed
         # the first load pays for the way out as well
         cost += (1 + (is_load and is_first)) * op.cost
@@ -109,16 +97,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
         left[step.target] -= 1
         if times[step.target] > 1 and not left[step.target]:
             held -= op.state_bytes
+    forward_bytes, forward_live = forward or (held, frozenset(live))
     return Simulation(
-        peak_bytes=peak,
+        peak_bytes=max(bytes_at_step, default=0),
         cost=cost,
         extra_cost=cost - first_cost,
-        peak_step=peak_step,
-        live_at_peak=live_at_peak,
         bytes_at_step=tuple(bytes_at_step),
-        forward_steps=forward_steps,
-        forward_bytes=held if forward_live is None else forward_bytes,
-        forward_live=frozenset(live) if forward_live is None else forward_live,
+        forward_bytes=forward_bytes,
+        forward_live=forward_live,
     )
 
 

@@ -10,7 +10,6 @@ unless they are the same pair, with mean square 1 / r. Its variance is (P Q + C 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from rmm_linear import backend
@@ -34,10 +33,10 @@ class DenseProjection(ObliviousSketch):
         )
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        found = None
+        found, kind, own = None, type(self), DenseProjection
         # the cheaper one of two orders of products, in plain torch
         # a subclass with an S of its own has one order only
-        if type(self).sketch_gradient is DenseProjection.sketch_gradient:
+        if kind.project is own.project and kind.sketch_gradient is own.sketch_gradient:
             sketched_x = saved.tensors[0]
             scale = _gradient_scale(g.shape[0], sketched_x.shape[0])
             found = backend.projected_grad_weight(g, saved.seed, sketched_x, mean, gaussian=self.gaussian, scale=scale)
@@ -45,10 +44,6 @@ class DenseProjection(ObliviousSketch):
 
     def multiply_adds(self, rows: int) -> int:
         return rows * self.rank(rows)
-
-    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        rows, rank = x.shape[0], self.rank(x.shape[0])
-        return backend.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)
 
 
 @register

@@ -96,10 +96,10 @@ class VarianceMonitor:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 50, path: str | os.PathLike[str] | None = None) -> None:
-        self._probe = LayerProbe(model, self._measure)
+        # None once it is closed: it refers to the layers
+        self._probe: LayerProbe | None = LayerProbe(model, self._measure)
         self._layers = tuple(self._probe.layers)
         self._steps = 0
-        self._is_closed = False
         self.latest: dict[str, NoiseRecord] = {}
         # ints, or tensors where the norms are: counting must not wait for a device
         self._observed: int | Tensor = 0
@@ -114,11 +114,11 @@ class VarianceMonitor:
 
     def step(self) -> None:
         """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
-        self._steps += not self._is_closed
+        self._steps += self._probe is not None
         self._begin_step()
 
     def _begin_step(self) -> None:
-        if not self._is_closed:
+        if self._probe is not None:
             count, turn = len(self._layers), self._steps % self._every
             self._probe.watch(self._layers[turn * count // self._every : (turn + 1) * count // self._every])
 
@@ -206,11 +206,9 @@ class VarianceMonitor:
 
     def close(self) -> None:
         """Leave the model, and close the file; the records stay here."""
-        if not self._is_closed:
+        if self._probe is not None:
             self._probe.close()
-            # which refers to the layers
-            del self._probe
-            self._is_closed = True
+            self._probe = None
         if self._file is not None:
             self._file.close()
             self._file = None

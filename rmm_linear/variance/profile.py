@@ -6,7 +6,7 @@ its output and its grad_input are exact, so that no layer's noise reaches anothe
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from numbers import Integral
 
 from torch import Tensor, nn
@@ -46,18 +46,6 @@ def layer_options(
     return tuple(options)
 
 
-@dataclass
-class _Sums:
-    """One layer's measurements, added up."""
-
-    batches: int = 0
-    gradient_squared: float = 0.0
-    minibatch_variance: float = 0.0
-    group: str | None = None
-    # configuration -> bytes, variance
-    options: dict[RMMConfig, list[float]] = field(default_factory=dict)
-
-
 class ProfileBuilder:
     """Averages measurements of layers, made one at a time in whatever order, into a `NoiseProfile`.
 
@@ -65,7 +53,8 @@ class ProfileBuilder:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[str, _Sums] = {}
+        # of each layer one for each batch
+        self._layers: dict[str, list[LayerProfile]] = {}
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -89,8 +78,8 @@ class ProfileBuilder:
         Raises:
             ValueError: If shapes do not fit, or the candidates are other ones than before.
         """
-        sums = self._layers.get(name, _Sums())
-        if sums.batches and set(sums.options) != set(configs):
+        known = self._layers.get(name, [])
+        if known and {option.config for option in known[0].options} != set(configs):
             raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
         noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
@@ -100,16 +89,11 @@ class ProfileBuilder:
         minibatch = noise.sequence_variance
         if minibatch is None or math.isnan(minibatch):
             minibatch = noise.row_variance
-        sums.batches += 1
-        sums.group = group
-        sums.gradient_squared += noise.gradient_squared
         # rounding may leave less than nothing of what is 0
-        sums.minibatch_variance += 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
-        for option in options:
-            each = sums.options.setdefault(option.config, [0.0, 0.0])
-            each[0] += option.saved_bytes
-            each[1] += max(0.0, option.variance)
-        self._layers[name] = sums
+        minibatch = 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
+        options = tuple(replace(option, variance=max(0.0, option.variance)) for option in options)
+        known.append(LayerProfile(name, noise.gradient_squared, minibatch, options, group))
+        self._layers[name] = known
 
     def build(self) -> NoiseProfile:
         """Return the means, the layers in the order in which they were first added.
@@ -119,21 +103,21 @@ class ProfileBuilder:
         """
         if not self._layers:
             raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
-        return NoiseProfile(
-            tuple(
-                LayerProfile(
-                    name=name,
-                    gradient_squared=sums.gradient_squared / sums.batches,
-                    minibatch_variance=sums.minibatch_variance / sums.batches,
-                    group=sums.group,
-                    options=tuple(
-                        Option(config, round(kept / sums.batches), variance / sums.batches)
-                        for config, (kept, variance) in sums.options.items()
-                    ),
-                )
-                for name, sums in self._layers.items()
-            )
-        )
+        return NoiseProfile(tuple(map(_mean, self._layers.values())))
+
+
+def _mean(batches: list[LayerProfile]) -> LayerProfile:
+    count, options = len(batches), []
+    found = [{option.config: option for option in each.options} for each in batches]
+    for config in found[0]:
+        kept, variance = (sum(getattr(each[config], name) for each in found) for name in ("saved_bytes", "variance"))
+        options.append(Option(config, round(kept / count), variance / count))
+    return replace(
+        batches[-1],
+        gradient_squared=sum(each.gradient_squared for each in batches) / count,
+        minibatch_variance=sum(each.minibatch_variance for each in batches) / count,
+        options=tuple(options),
+    )
 
 
 def profile_noise(

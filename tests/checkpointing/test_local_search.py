@@ -122,7 +122,7 @@ def test_the_bound_knows_of_codes_that_free_memory_together():
     )
     graph = Graph(ops, storages, (2, 3), (2,))
     names = ("first", "second")
-    coded = tuple(CodedTensor(name, "", "linear", 4, 8, 1, 0.0) for name in names)
+    coded = tuple(CodedTensor(name, "linear", 4, 8, 1, 0.0) for name in names)
 
     def least(codes, budget):
         freed = tuple(FreedMemory(name, 8, own) for name, own in zip(names, codes, strict=True))

@@ -31,7 +31,6 @@ def test_the_plain_schedule_frees_after_the_last_use():
     assert computes == [8, 12, 14, 16, 20, 26]
     assert simulation.peak_bytes == 26
     assert simulation.extra_cost == 0
-    assert simulation.forward_steps == 3
 
 
 def test_recomputing_frees_early_and_counts_the_time():
@@ -51,8 +50,6 @@ def test_fast_and_slow_simulation_agree(seed):
     simulation = simulate(graph, Schedule.from_order(graph, order))
     assert peak_and_cost(graph, order) == (simulation.peak_bytes, simulation.cost)
     assert simulation.peak_bytes == max(simulation.bytes_at_step)
-    live = sum(graph.storages[index].size_bytes for index in simulation.live_at_peak)
-    assert live == simulation.peak_bytes
 
 
 def test_temporaries_and_unread_results_count_while_the_op_runs():

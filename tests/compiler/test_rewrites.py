@@ -617,9 +617,9 @@ def test_results_that_are_equal_casts_are_tensors_of_their_own():
 def joint_graph_of(model, x, **options):
     captured = []
 
-    def capture(joint, *args):
-        coding = code_step(joint, *args)
-        captured.append(joint)
+    def capture(step, *args):
+        coding = code_step(step, *args)
+        captured.append(step.joint)
         return coding
 
     with pytest.MonkeyPatch.context() as patch:

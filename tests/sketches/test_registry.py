@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, dataclass
 from fractions import Fraction
 
 import pytest
+import torch
 
 from rmm_linear import RMMConfig
 from rmm_linear.sketches import SKETCHES, Centered, Gaussian, Hadamard, available_sketches, register
@@ -26,6 +27,19 @@ def test_a_taken_name_is_refused_and_the_registry_unchanged():
     with pytest.raises(ValueError, match="'hadamard' is taken by Hadamard"):
         register(Impostor)
     assert register(Hadamard) is SKETCHES["hadamard"] is Hadamard
+
+
+def test_a_dense_sketch_with_an_s_of_its_own_has_a_gradient_of_that_s():
+    class RowsInReverse(Gaussian):
+        def project(self, y, seed, mean, *, gradient):
+            return super().project(y.flip(0), seed, mean, gradient=gradient)
+
+    x, g, seed = torch.randn(512, 8), torch.randn(512, 8), torch.tensor(1)
+    (gradient, _), (expected, _) = (
+        sketch.backward(upstream, sketch.compress(rows, seed))
+        for sketch, rows, upstream in ((RowsInReverse(0.5), x, g), (Gaussian(0.5), x.flip(0), g.flip(0)))
+    )
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_third_party_sketch_is_reachable_by_name(monkeypatch):

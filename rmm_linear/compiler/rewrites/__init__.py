@@ -12,7 +12,7 @@
 A tensor is freed if codes serve all reads of it. Tensors that an unknown op reads stay exact, and the plan names them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -29,21 +29,12 @@ from rmm_linear.planning.coding import Bits, CodedTensor, Coding, ExactTensor, F
 _DRAW = torch.ops.rmm_linear.draw_seed.default
 
 
-def code_step(
-    joint: fx.GraphModule,
-    tangents: Collection[fx.Node],
-    blocks: Mapping[fx.Node, str],
-    bits: Bits,
-    parameters: Collection[fx.Node] = (),
-    ratio: float | None = None,
-) -> Coding:
-    """Let the backward pass of a step read codes and sketches.
+def code_step(step: Step, bits: Bits, parameters: Collection[fx.Node], ratio: float | None) -> Coding:
+    """Let the backward pass of a step read codes and sketches; its graph is changed in place.
 
-    The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results,
-    `blocks` the module that each node belongs to, and `ratio` the rows of a sketch over rows, None for no sketches.
+    `ratio` is the rows of a sketch over rows, None for no sketches.
     """
-    step = Step(joint, tangents, blocks)
-    chosen = Choice(step, bits)
+    blocks, chosen = step.blocks, Choice(step, bits)
     sketched = [] if ratio is None else sketches(step, chosen, parameters, ratio)
     # no bound is known for what goes through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
@@ -58,7 +49,6 @@ def code_step(
     coded = tuple(
         CodedTensor(
             rewrite.code.name,
-            blocks.get(rewrite.code.node, ""),
             rewrite.code.kind,
             rewrite.code.bits,
             rewrite.code.node.meta["val"].nbytes,
@@ -71,7 +61,7 @@ def code_step(
     freed = {read for sketch in sketched if sketch.is_kept for read in sketch.reads}
     for read in chosen.unserved:
         for node in () if read in freed else step.memories(read.source):
-            tensor = ExactTensor(node.name, blocks.get(node, ""), size_bytes(node), str(read.reader.target))
+            tensor = ExactTensor(node.name, size_bytes(node), str(read.reader.target))
             exact.setdefault(node, tensor)
     of_sketches = tuple(
         SketchedTensor(

@@ -3,7 +3,7 @@
 A cast costs less than a code of it, and has no noise. What is no parameter may be gone, or be another, by then.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -12,17 +12,11 @@ from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.step import Step
 
 
-def cast_again(
-    joint: fx.GraphModule,
-    tangents: Collection[fx.Node],
-    blocks: Mapping[fx.Node, str],
-    parameters: Collection[fx.Node],
-) -> None:
+def cast_again(step: Step, parameters: Collection[fx.Node]) -> None:
     """Let ops that depend on gradients read casts of parameters that are made in the backward pass.
 
-    The joint graph, a functional one, is changed in place. `tangents` are placeholders of the gradients of its results.
+    The step's graph is changed in place.
     """
-    step = Step(joint, tangents, blocks)
     editor = Editor(step)
     again: dict[fx.Node, fx.Node] = {}
 
@@ -39,7 +33,7 @@ def cast_again(
     for reader, source in step.reads:
         if _cast_input(source) in parameters:
             reader.replace_input_with(source, made_again(source, reader))
-    joint.recompile()
+    step.joint.recompile()
 
 
 def _cast_input(node: fx.Node) -> fx.Node | None:

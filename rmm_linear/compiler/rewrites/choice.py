@@ -43,7 +43,9 @@ class Choice:
         self._dropped: set[tuple[type[Rewrite], fx.Node]] = set()
         while True:
             self._serve()
-            if not (self._refuse() or self._drop()):
+            refused = set(self._dependent_reads()) - self._refused
+            self._refused |= refused
+            if not refused and not self._drop():
                 return
 
     def _serve(self) -> None:
@@ -95,11 +97,6 @@ class Choice:
         for read in self.served:
             for code in self.readings.codes_of(read.source) or ():
                 yield code, read
-
-    def _refuse(self) -> bool:
-        found = set(self._dependent_reads()) - self._refused
-        self._refused |= found
-        return bool(found)
 
     def _dependent_reads(self) -> Iterator[Read]:
         """Yield reads through which two readings of one code would be multiplied, in one op or along a gradient."""

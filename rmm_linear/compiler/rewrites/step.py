@@ -33,7 +33,7 @@ class Read(NamedTuple):
 
 
 class Step:
-    """A joint graph, and what its backward pass reads.
+    """A joint graph, a functional one, and what its backward pass reads.
 
     Attributes:
         blocks: The module that each node belongs to.

@@ -419,7 +419,6 @@ class Checkmate(Strategy):
         yield program.leanest(self.time_limit_s)
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
-        """Return the cheapest schedule that the solver finds."""
         program = self.program(graph)
         found = program.solve(checked_budget(budget_bytes), time_limit_s=self.time_limit_s)
         order = program.leanest(self.time_limit_s) if found.order is None else found.order

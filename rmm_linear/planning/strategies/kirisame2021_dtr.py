@@ -71,12 +71,10 @@ class ExactNeighbourhood(Neighbourhood):
         return self._known[index]
 
     def evict(self, index: int) -> None:
-        """Forget what is known of storages around it."""
         super().evict(index)
         self._forget(index)
 
     def restore(self, index: int) -> None:
-        """Forget what is known of storages around it."""
         if index in self._evicted:
             self._forget(index)
         super().restore(index)

@@ -247,7 +247,6 @@ class Moccasin(Strategy):
                 break
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:
-        """Return the cheapest schedule that the solver finds."""
         hint, least_bytes = self._hint(graph, checked_budget(budget_bytes))
         found = self._solution(graph, budget_bytes, hint)
         order = found.order
