@@ -156,6 +156,19 @@ def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget):
         assert parts[0] == pytest.approx(parts[1], rel=1e-3)
 
 
+def test_a_small_graph_before_a_break_is_planned_for_its_least():
+    model = Net(breaks=True)
+    model.first = nn.Linear(16, 16)
+    reference, options = copy.deepcopy(model), exact("80%")
+    with pytest.warns(UserWarning, match="one of the model's graphs .* planned for the least"):
+        assert_trains_as(reference, torch.compile(model, backend="rmm_linear", options=options), model)
+    small, rest = plans(model)
+    assert small.peak_bytes == small.plain.peak_bytes
+    assert rest.peak_bytes <= 0.8 * rest.plain.peak_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        torch.compile(model, backend="rmm_linear", options=exact(1000))(X)
+
+
 def test_one_graph_has_a_plan_for_each_length():
     model, options = Net(), exact("100%", strategy="chen2016_sqrt")
     batches = [X[:rows].clone() for rows in (64, 48, 40, 48, 64)]
