@@ -29,7 +29,7 @@ from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transformed
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints, run_with_checkpoints
-from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.plan import CheckpointPlan
@@ -96,9 +96,12 @@ class Options:
             raise ValueError(
                 'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
             )
-        if self.schedule is None and self.budget is not None:
+        if self.budget is not None:
             Budget.of(self.budget)
-            get_strategy(self.strategy)
+        get_strategy(self.strategy)
+        if not isinstance(self.schedule, Schedule | None):
+            kind = type(self.schedule).__name__
+            raise ScheduleError(f"schedule is a {kind}; pass a Schedule (Schedule.from_json reads text)")
 
     def _check_paging(self) -> None:
         given = f"page_to={self.page_to!r}"

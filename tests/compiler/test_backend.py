@@ -120,6 +120,7 @@ def test_a_function_lists_its_plans_by_itself():
         (exact(speed=1), "option 'speed' is unknown; choose among budget, strategy"),
         (exact("much"), "budget='much' is no budget"),
         (exact(strategy="magic"), "strategy='magic' is unknown; choose one of"),
+        ({"bits": 8, "strategy": "magic"}, "strategy='magic' is unknown; choose one of"),
         ({"budget": "60%", "executor": "fast"}, "executor='fast' is unknown; choose one of exact, inductor"),
         (exact(gradients="summed"), "gradients='summed' is neither"),
         (exact(costs="seconds"), "costs='seconds' is unknown; choose one of roofline"),
