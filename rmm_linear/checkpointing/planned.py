@@ -31,6 +31,7 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.compiler.tracing import hint_for
 from rmm_linear.errors import CaptureError, NothingToTrainError, ScheduleError
+from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 
@@ -204,11 +205,13 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
 
 
 def refuse_planned(model: nn.Module) -> None:
-    """Refuse a model that runs by a plan, or is compiled, already.
+    """Refuse a model that runs by a plan, or is compiled, already, and one that is no module.
 
     Raises:
-        ValueError: If it does, a module in it does, or one is a wrapper for training on several devices.
+        ValueError: If it is such a model, a module in it is, or one is a wrapper for training on several devices.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}, and plans are for an nn.Module and its parameters")
     for name, module in model.named_modules():
         subject = f"the module {name!r} ({type(module).__name__})" if name else "the model"
         if isinstance(module, _WRAPPERS):
@@ -243,19 +246,21 @@ def _step_of(model: nn.Module, step: Callable[..., Any] | None, options: Options
     return PlannedStep(run, model, options)
 
 
+def _planned(
+    model: nn.Module, step: Callable[..., Any] | None, sample: Any, options: Options
+) -> tuple[PlannedStep, CheckpointPlan]:
+    refuse_planned(model)
+    if not model.training:
+        raise ValueError("the model is in eval mode, in which it runs as written: call model.train() first")
+    planned = _step_of(model, step, options)
+    return planned, planned.capture(*arguments_of_sample(sample))[1]
+
+
 def arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a sample's arguments: a mapping's are keyword arguments, a tuple's or list's positional ones."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
-
-
-def _planned(
-    model: nn.Module, step: Callable[..., Any] | None, sample: Any, options: Options
-) -> tuple[PlannedStep, CheckpointPlan]:
-    refuse_planned(model)
-    planned = _step_of(model, step, options)
-    return planned, planned.capture(*arguments_of_sample(sample))[1]
 
 
 def apply_schedule(
@@ -291,8 +296,8 @@ def apply_schedule(
         >>> step = apply_schedule(model, loss_fn, x, Schedule.plain(graph))
         >>> step(x).backward()
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"schedule is a {type(schedule).__name__}; pass a Schedule (Schedule.from_json reads text)")
+    if schedule is None:
+        raise ScheduleError("schedule is None: pass a Schedule")
     options = Options(schedule=schedule, executor="exact", gradients=gradients, page_to=page_to)
     return _planned(model, loss_fn, sample, options)[0]
 
@@ -333,10 +338,12 @@ def checkpoint_step(
     Raises:
         CaptureError: If the step can't be captured.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget, the strategy or `gradients` is unknown, a module in the model is checkpointed
-            or compiled already, or wrapped as by DistributedDataParallel.
+        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or a module in it
+            is checkpointed or compiled already, or wrapped as by DistributedDataParallel.
     """
-    return _planned(model, loss_fn, sample, Options(budget, strategy, "exact", costs, gradients, page_to=page_to))[0]
+    Budget.of(budget)
+    options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
+    return _planned(model, loss_fn, sample, options)[0]
 
 
 def checkpoint_model(
@@ -370,8 +377,9 @@ def checkpoint_model(
     Raises:
         CaptureError: If the model can't be captured as one graph; it stays as it is then, here and below.
         InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget, the strategy or `gradients` is unknown, the model or a module in it is checkpointed
-            or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan it before that.
+        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or it or a module
+            in it is checkpointed or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan it
+            before that.
 
     Examples:
         >>> import torch
@@ -384,6 +392,8 @@ def checkpoint_model(
         True
         >>> model(x).square().mean().backward()
     """
+    Budget.of(budget)
     options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
-    model._compiled_call_impl, plan = _planned(model, None, sample, options)
+    planned, plan = _planned(model, None, sample, options)
+    model._compiled_call_impl = planned
     return plan

@@ -27,9 +27,9 @@ from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
-from rmm_linear.compiler.torch_private import compile_lock, frame_of, is_transformed
+from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transformed
 from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints, run_with_checkpoints
-from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import Bits, sketch_ratio
 from rmm_linear.planning.plan import CheckpointPlan
@@ -96,9 +96,12 @@ class Options:
             raise ValueError(
                 'gradients="freed" needs executor="exact": Inductor\'s backward graph returns all gradients at its end'
             )
-        if self.schedule is None and self.budget is not None:
+        if self.budget is not None:
             Budget.of(self.budget)
-            get_strategy(self.strategy)
+        get_strategy(self.strategy)
+        if not isinstance(self.schedule, Schedule | None):
+            kind = type(self.schedule).__name__
+            raise ScheduleError(f"schedule is a {kind}; pass a Schedule (Schedule.from_json reads text)")
 
     def _check_paging(self) -> None:
         given = f"page_to={self.page_to!r}"
@@ -487,12 +490,13 @@ class PlannedGraph:
             if error.least_bytes <= allowed_bytes:
                 return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several
-            count = len({graph.frame for graph in self._group.graphs})
-            if count == 1:
+            is_one_of_several = len({graph.frame for graph in self._group.graphs}) > 1
+            # the graphs that follow a break are not known yet; a first graph has all of a budget in bytes
+            if not is_one_of_several and not (budget.is_relative and ends_at_a_break(self._module)):
                 raise
             # small graphs have little to compute again
             warnings.warn(
-                f"one of the model's {count} graphs takes {error.least_bytes} bytes at the least, and"
+                f"one of the model's graphs takes {error.least_bytes} bytes at the least, and"
                 f" its part of budget={options.budget!r} is {error.budget_bytes}: it is planned for the least",
                 stacklevel=2,
             )

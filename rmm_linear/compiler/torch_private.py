@@ -49,6 +49,11 @@ def frame_of(module: fx.GraphModule) -> Any:
     return getattr(module.meta.get("dynamo_compile_id"), "frame_id", module)
 
 
+def ends_at_a_break(module: fx.GraphModule) -> bool:
+    """Tell whether Dynamo broke the frame of a graph at the graph's end, so that other graphs follow."""
+    return getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False)
+
+
 def is_transformed(tensors: Any) -> bool:
     """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
     is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

@@ -104,3 +104,21 @@ def test_what_is_no_schedule_is_refused():
     text = Schedule.plain(capture(_model(), (X,), step=_step).graph).to_json()
     with pytest.raises(ScheduleError, match=r"str.*Schedule\.from_json"):
         apply_schedule(_model(), _step, X, text)
+    with pytest.raises(ScheduleError, match=r"str.*Schedule\.from_json"):
+        torch.compile(_model(), backend="rmm_linear", options={"schedule": text})(X)
+
+
+@pytest.mark.parametrize("door", _DOORS.values(), ids=_DOORS)
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_eval_mode_and_what_is_no_module_are_refused(door):
+    with pytest.raises(ValueError, match=r"eval mode.*call model\.train\(\) first"):
+        door(_model().eval())
+    with pytest.raises(ValueError, match=r"model is a function.*nn\.Module"):
+        door(lambda x: x)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_a_budget_is_asked_for():
+    for plan in (checkpoint_model, lambda *args, **kwargs: checkpoint_step(args[0], _step, *args[1:], **kwargs)):
+        with pytest.raises(ValueError, match="budget=None is no budget"):
+            plan(_model(), X, budget=None)

@@ -120,6 +120,7 @@ def test_a_function_lists_its_plans_by_itself():
         (exact(speed=1), "option 'speed' is unknown; choose among budget, strategy"),
         (exact("much"), "budget='much' is no budget"),
         (exact(strategy="magic"), "strategy='magic' is unknown; choose one of"),
+        ({"bits": 8, "strategy": "magic"}, "strategy='magic' is unknown; choose one of"),
         ({"budget": "60%", "executor": "fast"}, "executor='fast' is unknown; choose one of exact, inductor"),
         (exact(gradients="summed"), "gradients='summed' is neither"),
         (exact(costs="seconds"), "costs='seconds' is unknown; choose one of roofline"),
@@ -154,6 +155,19 @@ def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget):
         assert 0.99 * budget < first.budget_bytes + second.budget_bytes <= budget
         parts = [plan.budget_bytes / plan.plain.peak_bytes for plan in found]
         assert parts[0] == pytest.approx(parts[1], rel=1e-3)
+
+
+def test_a_small_graph_before_a_break_is_planned_for_its_least():
+    model = Net(breaks=True)
+    model.first = nn.Linear(16, 16)
+    reference, options = copy.deepcopy(model), exact("80%")
+    with pytest.warns(UserWarning, match="one of the model's graphs .* planned for the least"):
+        assert_trains_as(reference, torch.compile(model, backend="rmm_linear", options=options), model)
+    small, rest = plans(model)
+    assert small.peak_bytes == small.plain.peak_bytes
+    assert rest.peak_bytes <= 0.8 * rest.plain.peak_bytes
+    with pytest.raises(InfeasibleBudgetError):
+        torch.compile(model, backend="rmm_linear", options=exact(1000))(X)
 
 
 def test_one_graph_has_a_plan_for_each_length():
