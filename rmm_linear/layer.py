@@ -82,7 +82,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
     Parameters, state_dict and output are those of `nn.Linear`, so are all gradients but the weight's, which is an
     unbiased estimate (see `rmm_linear.functional`). Layers that are called with the same tensor keep one sketch of it
-    (see `rmm_linear.sharing`). In eval mode it is an `nn.Linear` in every respect.
+    (see `rmm_linear.sharing`). In eval mode it computes as an `nn.Linear` does.
 
     Examples:
         >>> import torch

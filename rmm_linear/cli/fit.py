@@ -41,7 +41,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _number_or_max(text: str) -> int | str:
-    return text if text == LARGEST else int(text)
+    try:
+        return text if text == LARGEST else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {LARGEST!r}") from None
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:

@@ -122,6 +122,8 @@ class Options:
         Raises:
             ValueError: If a name is unknown, a value is none that the option can have, or there is no budget.
         """
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f'options are {options!r}; pass a dict, such as {{"budget": "60%"}}')
         given = dict(options or {})
         known = [field.name for field in fields(cls)]
         for name in given:
@@ -241,7 +243,8 @@ def rmm_linear(
     key = id(options)
     if key not in _groups or _groups[key][1] != options:
         try:
-            _groups[key] = options, dict(options or {}), Group(Options.of(options))
+            group = Group(Options.of(options))
+            _groups[key] = options, dict(options or {}), group
         except ValueError as error:
             # Dynamo would wrap an error that is raised here into one of its own
             return _raising(error)

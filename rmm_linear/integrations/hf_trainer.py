@@ -159,7 +159,7 @@ class RMMCallback(TrainerCallback):
             self._fit_options = {"budget": fit, "noise": checked_noise(noise or 0), "executor": executor}
         elif (noise, executor) != (_NOISE_LIMIT, Options.executor):
             raise ValueError('noise and executor belong to fit: pass fit="8GiB", or leave them out')
-        if unknown := convert_kwargs.keys() - inspect.signature(convert_linears).parameters:
+        if unknown := convert_kwargs.keys() - list(inspect.signature(convert_linears).parameters)[1:]:
             raise TypeError(f"neither RMMCallback nor convert_linears has {', '.join(sorted(unknown))}; leave it out")
         self._options = None if compile is None else Options.of(compile)
         self._sketches = any((ratio is not None, config is not None, convert_kwargs))

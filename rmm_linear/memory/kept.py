@@ -103,6 +103,8 @@ class SavedTensors:
         self._excluded = StorageSet(own_tensors(exclude))
         self._kept = StorageSet()
         self._hooks: saved_tensors_hooks | None = None
+        # the hooks that were the innermost before, if they count as well: autograd calls these here alone
+        self._outer: SavedTensors | None = None
 
     @property
     def bytes(self) -> int:
@@ -114,6 +116,8 @@ class SavedTensors:
         return any(storage in self._kept for storage in storages_of(tensor))
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        if self._outer is not None:
+            self._outer._pack(tensor)
         for storage in storages_of(tensor):
             if storage not in self._excluded:
                 self._kept.add(storage)
@@ -141,6 +145,9 @@ class SavedTensors:
         # A module's tensors may have been moved or replaced since it was named.
         self._excluded = StorageSet(own_tensors(self._exclude))
         self._kept = StorageSet()
+        innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = None if innermost is None else getattr(innermost[0], "__self__", None)
+        self._outer = outer if isinstance(outer, SavedTensors) else None
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
         return self
@@ -148,7 +155,7 @@ class SavedTensors:
     def __exit__(self, *error: object) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(*error)
-            self._hooks = None
+            self._hooks = self._outer = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(bytes={self.bytes}, storages={len(self._kept.sizes)})"

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from rmm_linear.byte_sizes import unit_for
-from rmm_linear.config import RMMConfig
-from rmm_linear.names import aligned, pattern
+from rmm_linear.config import RMMConfig, config_for
+from rmm_linear.names import aligned, listed, pattern
 
 # What a linear layer's product keeps its input as, by the operations that it may be made of.
 INPUT_ROLES = ("mat1", "self", "input")
@@ -149,8 +149,20 @@ class MemoryReport:
 
         Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
         padding as rows, and is an upper bound. `layers` are names; by default those that `convert_linears` converts.
+
+        Raises:
+            ValueError: If `config` is no RMMConfig, no layer of a name ran, or a layer was sketched when it ran.
         """
-        return self._kept_with(dict.fromkeys(self.default_layers if layers is None else layers, config))
+        configs = dict.fromkeys(self.default_layers if layers is None else layers, config_for(None, config))
+        ran = {call.layer for call in self.linears}
+        if unknown := [name for name in configs if name not in ran]:
+            raise ValueError(f"layers={unknown} did not run; pass names of layers that ran: {listed(sorted(ran))}")
+        if sketched := [call.layer for call in self.linears if call.layer in configs and call.status == SKETCHED]:
+            raise ValueError(
+                f"{sketched[0]!r} was sketched when it was profiled, and what its exact input takes is not known; call"
+                " revert_linears(model) and profile it again"
+            )
+        return self._kept_with(configs)
 
     def _kept_with(self, configs: Mapping[str, RMMConfig]) -> int:
         """What the model would keep with these layers converted."""

@@ -66,6 +66,12 @@ def test_the_largest_batch_fits_and_one_more_does_not(folder, capsys):
         fitted(folder, found["batch"] + 1, "1MiB")
 
 
+def test_a_batch_that_is_no_number_is_told(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "roberta-base", "--budget", "1GiB", "--batch", "many"])
+    assert capsys.readouterr().err.endswith("argument --batch: 'many' is neither a number nor 'max'\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["8", "max"])
 def test_a_budget_that_is_too_small_is_told_with_the_least(folder, capsys, batch):

@@ -117,6 +117,7 @@ def test_a_function_lists_its_plans_by_itself():
     ("options", "told"),
     [
         (None, 'the option "budget" is missing'),
+        ("60%", "options are '60%'; pass a dict"),
         (exact(speed=1), "option 'speed' is unknown; choose among budget, strategy"),
         (exact("much"), "budget='much' is no budget"),
         (exact(strategy="magic"), "strategy='magic' is unknown; choose one of"),

@@ -149,6 +149,15 @@ def test_a_saving_that_is_not_measured_is_warned_about_once(tmp_path):
     assert "4 calls share their input" in messages[0]
 
 
+def test_two_callbacks_of_one_trainer_log_the_same_bytes(tmp_path):
+    reporter = Reporter()
+    callbacks = RMMCallback(ratio=0.1), RMMCallback(ratio=0.2, target_modules=["query"])
+    make_trainer(tmp_path, *callbacks, reporter, max_steps=1).train()
+    first, second = (logs for step, logs in reporter.rows(KEYS)[:2])
+    assert first == second
+    assert first["rmm/freed"] > 0
+
+
 def test_a_failing_forward_leaves_no_hook_active_and_the_next_one_is_measured(tmp_path):
     callback = RMMCallback(ratio=0.1)
     trainer = make_trainer(tmp_path, callback)

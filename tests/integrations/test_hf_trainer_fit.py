@@ -158,9 +158,10 @@ def test_options_that_contradict_fit_are_refused(options, message):
         RMMCallback(**{**WHOLE, **options})
 
 
-def test_an_option_that_nothing_has_is_refused_at_once():
-    with pytest.raises(TypeError, match="neither RMMCallback nor convert_linears has noise_target"):
-        RMMCallback(ratio=0.5, noise_target=0.5)
+@pytest.mark.parametrize("name", ["noise_target", "model"])
+def test_an_option_that_nothing_has_is_refused_at_once(name):
+    with pytest.raises(TypeError, match=f"neither RMMCallback nor convert_linears has {name}"):
+        RMMCallback(ratio=0.5, **{name: 0.5})
 
 
 @pytest.mark.parametrize(

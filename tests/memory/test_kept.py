@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert_linears
-from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
+from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes, profile
 
 FLOAT = 4
 
@@ -44,6 +44,19 @@ def test_parameters_and_buffers_and_their_views_do_not_count():
         model(x)
     assert everything.holds(model[0].weight)
     assert everything.holds(model[0].weight.t()[1:])
+
+
+def test_counters_around_a_counter_count_as_well():
+    model = nn.Sequential(nn.Linear(8, 4), nn.GELU())
+    x = torch.randn(16, 8)
+    with SavedTensors(model) as outer, SavedTensors() as middle:
+        with SavedTensors(model, x) as inner:
+            model(x)
+        report = profile(model, x)
+    assert inner.bytes == 16 * 4 * FLOAT
+    # two calls: one input, and the output of each
+    assert outer.bytes == middle.bytes == 16 * 8 * FLOAT + 2 * 16 * 4 * FLOAT
+    assert report.total_bytes == 16 * 12 * FLOAT
 
 
 def test_a_shared_input_counts_once_and_a_view_as_the_whole_of_what_it_keeps_alive():

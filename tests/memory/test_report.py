@@ -439,3 +439,20 @@ def test_a_conversion_by_default_is_predicted_by_default():
     assert freed["body"][0] > 0 == freed["odd"][0] == freed["lm_head"][0]
     assert "left exact: output head" in freed["lm_head"][1]
     assert "left exact: its class is" in freed["odd"][1]
+
+
+def test_a_prediction_that_the_report_cannot_make_is_refused():
+    x = torch.randn(256, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4), nn.GELU())
+    report = profile(model, x)
+    with pytest.raises(ValueError, match="config is a float; pass an RMMConfig"):
+        report.predict(0.5)
+    with pytest.raises(ValueError, match=r"layers=\['query'\] did not run; .*: 0; 2"):
+        report.predict(RMMConfig(), layers=["0", "query"])
+    # the report of a sketched layer does not have its exact input
+    convert_linears(model, ratio=0.5, target_modules=["0"])
+    report = profile(model, x)
+    with pytest.raises(ValueError, match="'0' was sketched when it was profiled"):
+        report.predict(RMMConfig(ratio=0.2))
+    predicted = report.predict(RMMConfig(ratio=0.2), layers=["2"])
+    assert predicted == kept_by(convert_linears(model, ratio=0.2, target_modules=["2"]), x)
