@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from experiments import readme
-from experiments.blocks import filled
 from rmm_linear import RMMLinear
 
 transformers = pytest.importorskip("transformers")
@@ -75,11 +74,6 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert readme.main(["--check"]) == 1
     assert readme.main([]) == 0
     assert readme.main(["--check"]) == 0
-
-
-def test_a_missing_block_is_named() -> None:
-    with pytest.raises(ValueError, match="no block 'memory'"):
-        filled("no markers", readme.pages()[readme.RESULTS])
 
 
 def test_the_readme_names_every_sketch_and_knob() -> None:

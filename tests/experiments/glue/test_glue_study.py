@@ -30,6 +30,7 @@ def tiny_study(tiny_demo: None, tmp_path: Path) -> Study:
     return Study(str(path), tmp_path / "results", tmp_path / "work", data=None, model=None)
 
 
+@pytest.mark.slow
 def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     assert work_through(tiny_study) == 0
     tried, rows = tiny_study.rows(TUNING), tiny_study.rows(ROWS)
