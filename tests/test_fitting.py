@@ -187,16 +187,10 @@ def test_the_measured_noise_is_that_of_the_steps(batch):
     noise = fit(model, batch, CODES).chosen.noise
     model = _model()
     step = torch.compile(model, backend=rmm_linear, options={"bits": 8, "executor": "exact"})
-    draws = torch.stack([torch.cat([g.flatten() for g in _gradients_of(step, model, batch)]) for _ in range(24)])
+    draws = torch.stack([torch.cat([g.flatten() for g in _gradients(step, batch)]) for _ in range(24)])
     variance = draws.var(0, unbiased=True).sum()
     # over 300,000 parameters the standard error of either is a few percent
     assert float(variance) == pytest.approx(noise.step.value / 8, rel=0.25)
-
-
-def _gradients_of(step, model, batch):
-    model.zero_grad()
-    step(*batch).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 @pytest.mark.slow
