@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,11 +92,8 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
 
 
 def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=256
-    )
-    model = transformers.BertForSequenceClassification(config).train()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 256}
+    model = tiny("BertForSequenceClassification", dropout=0.1, **sizes)
     model.register_buffer("average", torch.zeros(()))
     # parts of T5's blocks have the flag of blocks
     model.bert.encoder.layer[0].attention.gradient_checkpointing = False
@@ -219,10 +217,7 @@ def test_what_others_change_after_the_fit_stays(batch, times):
 
 
 def test_checkpoints_of_transformers_stay_where_the_user_enables_them_after_the_fit(times):
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
-    )
-    model = transformers.BertForSequenceClassification(config).train()
+    model = tiny("BertForSequenceClassification", dropout=0.1, hidden_size=64, intermediate_size=256)
     batch = {"input_ids": torch.randint(0, 50, (64, 16)), "labels": torch.randint(0, 2, (64,))}
     found = fit(model, batch, "80%", noise=0, executor=None)
     assert found.chosen.checkpoints

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from tiny_transformers import tiny
 
 from experiments import readme
 from rmm_linear import RMMLinear
@@ -13,13 +13,6 @@ transformers = pytest.importorskip("transformers")
 
 PAGES = [readme.README, *sorted((readme.ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
-
-
-def _roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    return transformers.RobertaForSequenceClassification(config)
 
 
 def _examples() -> list[dict[str, torch.Tensor]]:
@@ -36,7 +29,7 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
-        model = _roberta()
+        model = tiny("RobertaForSequenceClassification", num_hidden_layers=1)
         names = {
             "model": model,
             "args": transformers.TrainingArguments(
