@@ -59,7 +59,6 @@ def test_a_planned_model_keeps_its_forward(planned_roberta):
 
 
 TRAININGS = {
-    "fp32": {},
     "bf16": {"bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "resumed": {"save_strategy": "steps", "save_steps": 1},

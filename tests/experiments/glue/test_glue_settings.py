@@ -1,7 +1,5 @@
 """What a run may be: validation, labels, and the named configurations."""
 
-from pathlib import Path
-
 import pytest
 
 from experiments.command_line import HarnessError
@@ -67,15 +65,6 @@ def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
     assert labels(method="crs", ratio=0.3) == ["crs-0.3-centered"]
     with pytest.raises(HarnessError, match="the grid of 'demo' has no run with ratio=0.7; name one with --method"):
         demo.grid(ratio=0.7)
-
-
-def test_what_is_recorded_says_nothing_about_the_machine(tmp_path: Path) -> None:
-    model = tmp_path / "some-model"
-    model.mkdir()
-    recorded = RunSettings(task="rte", data=str(tmp_path), model=str(model)).recorded()
-    assert recorded["data"] == "folder"
-    assert recorded["model"] == "some-model"
-    assert str(tmp_path) not in repr(recorded)
 
 
 @pytest.mark.parametrize("name", ["demo", "paper"])
