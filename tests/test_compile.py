@@ -179,21 +179,25 @@ def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_s
     # a code that no test had before: in a new folder Inductor would compile a dozen questions to the compiler again
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
 
-    def step(network: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def layer() -> RMMLinear:
+        torch.manual_seed(2)
+        # a new configuration, whose key for the graph tells the code
+        return RMMLinear(16, 8, config=CONFIG.replace())
+
+    def step(layer: RMMLinear, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         torch.manual_seed(5)
         output = run(x)
         output.square().sum().backward()
-        return [output.detach(), *(parameter.grad for parameter in network.parameters())]
+        return [output.detach(), *(parameter.grad for parameter in layer.parameters())]
 
-    network = _network(CONFIG)
-    eager, found, hits = step(network, network), {}, {}
+    eager_layer = layer()
+    eager, found, hits = step(eager_layer, eager_layer), {}, {}
     for name, code in (("first", one), ("again", one), ("changed", other)):
         monkeypatch.setattr(rmm_linear.fingerprint, "_FINGERPRINT", code)
-        # a new configuration, whose key for the graph tells the code
-        network = _network(CONFIG.replace())
+        compiled_layer = layer()
         torch._dynamo.reset()
         counters.clear()
-        found[name] = step(network, torch.compile(network, fullgraph=True))
+        found[name] = step(compiled_layer, torch.compile(compiled_layer, fullgraph=True))
         hits[name] = counters["aot_autograd"]["autograd_cache_hit"]
     assert hits == {"first": 0, "again": 1, "changed": 0}
     for expected, first, again in zip(eager, found["first"], found["again"], strict=True):

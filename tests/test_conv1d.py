@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tiny_transformers import tiny
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -37,10 +38,7 @@ def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, width: 
 
 
 def gpt2(dropout: float = 0.0, **changes: object) -> nn.Module:
-    values = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 60, "n_positions": 64}
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        values[name] = dropout
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**values, **changes})).train()
+    return tiny("GPT2LMHeadModel", dropout=dropout, vocab_size=60, **changes)
 
 
 def batch() -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tiny_transformers import tiny
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -61,17 +62,7 @@ def converted(model):
 
 
 def tiny_roberta(**changes):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.RobertaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=40,
-        **changes,
-    )
-    return transformers.RobertaForSequenceClassification(config)
+    return tiny("RobertaForSequenceClassification", dropout=0.1, hidden_size=16, intermediate_size=32, **changes)
 
 
 class Named(nn.Module):

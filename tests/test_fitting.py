@@ -40,16 +40,16 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, -2), y.flatten())
 
 
-def _model(dropout=0.0):
+def _model(dropout=0.0, blocks=4):
     torch.manual_seed(0)
-    return Classifier(dropout).train()
+    model = Classifier(dropout).train()
+    del model.blocks[blocks:]
+    return model
 
 
 def _small_model():
     """One block, whose 26 ops are planned in seconds, also by a solver, to the end."""
-    model = _model(0.1)
-    del model.blocks[1:]
-    return model
+    return _model(0.1, blocks=1)
 
 
 @pytest.fixture
@@ -152,13 +152,13 @@ def test_tensors_are_coded_computed_again_or_kept_as_is_fastest(batch):
 
 
 def test_without_noise_the_gradients_are_those_of_eager_mode_and_the_options_run_the_same_plan_elsewhere(batch):
-    model = _model()
+    model = _model(blocks=2)
     expected = _gradients(copy.deepcopy(model), batch)
     found = fit(model, batch, "60%", noise=0, executor="exact")
     assert found.chosen.name == "exact"
     assert found.plan.planned.extra_cost > 0
     assert _are_equal(_gradients(model, batch), expected)
-    other = _model()
+    other = _model(blocks=2)
     torch.compile(other, backend=rmm_linear, options=json.loads(found.to_json()))(*batch).backward()
     assert plans(other)[0].schedule == found.plan.schedule
 
@@ -187,25 +187,22 @@ def test_the_measured_noise_is_that_of_the_steps(batch):
     noise = fit(model, batch, CODES).chosen.noise
     model = _model()
     step = torch.compile(model, backend=rmm_linear, options={"bits": 8, "executor": "exact"})
-    draws = torch.stack([torch.cat([g.flatten() for g in _gradients_of(step, model, batch)]) for _ in range(24)])
+    draws = torch.stack([torch.cat([g.flatten() for g in _gradients(step, batch)]) for _ in range(24)])
     variance = draws.var(0, unbiased=True).sum()
     # over 300,000 parameters the standard error of either is a few percent
     assert float(variance) == pytest.approx(noise.step.value / 8, rel=0.25)
 
 
-def _gradients_of(step, model, batch):
-    model.zero_grad()
-    step(*batch).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 @pytest.mark.slow
-def test_what_cannot_be_met_names_the_least(batch):
+@pytest.mark.parametrize("options", [{}, {"allow": "code"}], ids=str)
+def test_what_cannot_be_met_names_the_least(batch, options):
     model = _model()
     with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 5%") as error:
-        fit(model, batch, "5%")
+        fit(model, batch, "5%", **options)
     assert not is_planned(model)
-    assert fit(model, batch, error.value.least_bytes, noise=1.0).plan.peak_bytes <= error.value.least_bytes
+    found = fit(model, batch, error.value.least_bytes, noise=1.0, **options)
+    assert found.plan.peak_bytes <= error.value.least_bytes
+    assert found.plan.planned.extra_cost == 0 or not options
 
 
 @pytest.mark.slow
@@ -240,6 +237,8 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
     assert found.chosen.name == "8 bits"
     # the exact step would have to compute twice
     assert [each.plan is None for each in found.candidates] == [False, True]
+    # also for other shapes
+    assert found.step.group.options.budget == found.budget_bytes == found.options["budget"]
 
 
 @pytest.mark.parametrize(
@@ -301,19 +300,17 @@ def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_leaves_the_step_exact(batch):
+def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     x, y = batch
     x = x.clone()
     x[5] = float("nan")
-    found = fit(_model(), (x, y), CODES)
-    assert found.chosen.name == "exact"
-    assert "the gradient of the sample is not finite" in str(found)
-
-
-@pytest.mark.slow
-def test_codes_alone_keep_the_budget_for_other_shapes(batch):
-    found = fit(_model(), batch, CODES, allow=["code"])
-    assert found.step.group.options.budget == found.budget_bytes == found.options["budget"]
+    for sample, message in (
+        ((x, y), "the gradient of the sample is not finite"),
+        (_as_one_example(batch), "the sample has 1 examples"),
+    ):
+        found = fit(_model(), sample, CODES)
+        assert found.chosen.name == "exact"
+        assert message in str(found)
 
 
 def test_names_that_no_tensor_has_are_told():
@@ -325,35 +322,17 @@ def test_names_that_no_tensor_has_are_told():
 
 
 @pytest.mark.slow
-def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
-    found = fit(_model(), _as_one_example(batch), CODES)
-    assert found.chosen.name == "exact"
-    assert "the sample has 1 examples" in str(found)
-
-
-@pytest.mark.slow
-def test_noise_is_measured_on_parts_of_batches_of_any_size(batch):
-    found = fit(_model(), tuple(tensor[:2046] for tensor in batch), CODES, allow="code")
-    # 8 parts of 255, two rows left out
-    assert 0 < found.chosen.noise_ratio < 0.01
-
-
-@pytest.mark.slow
-def test_a_batch_of_a_tokenizer_and_a_mask_that_all_examples_share_are_taken(batch):
+def test_a_batch_of_a_tokenizer_of_any_size_and_a_mask_that_all_examples_share_are_taken(batch):
     class Masked(Classifier):
         def forward(self, x, mask, y):
             return super().forward(x * mask, y)
 
-    names = transformers.BatchEncoding({"x": batch[0], "mask": torch.ones(1, WIDTH), "y": batch[1]})
+    # 8 parts of 255, two rows left out
+    x, y = (tensor[:2046] for tensor in batch)
+    names = transformers.BatchEncoding({"x": x, "mask": torch.ones(1, WIDTH), "y": y})
     found = fit(Masked().train(), names, CODES, allow="code")
     assert found.chosen.name == "8 bits"
-
-
-@pytest.mark.slow
-def test_a_budget_that_codes_alone_cannot_meet_names_the_least_without_recomputing(batch):
-    with pytest.raises(InfeasibleBudgetError) as error:
-        fit(_model(), batch, "5%", allow="code")
-    assert fit(_model(), batch, error.value.least_bytes, noise=1.0, allow="code").plan.planned.extra_cost == 0
+    assert 0 < found.chosen.noise_ratio < 0.01
 
 
 @pytest.mark.slow
@@ -377,27 +356,25 @@ def test_the_model_keeps_its_state_and_no_plan_of_a_trial(batch):
     assert [plan.schedule for plan in plans(model)] == [found.plan.schedule]
 
 
-def test_a_model_in_eval_mode_is_refused(batch):
-    with pytest.raises(ValueError, match=r"call model.train\(\) first"):
-        fit(_model().eval(), batch, "50%")
-
-
-def test_a_planned_model_is_refused(batch):
+def test_models_in_eval_mode_and_planned_models_are_refused(batch):
     model = _small_model()
+    with pytest.raises(ValueError, match=r"call model.train\(\) first"):
+        fit(model.eval(), batch, "50%")
+    model.train()
     checkpoint_model(model, batch, budget="100%")
     with pytest.raises(ValueError, match="checkpointed already"):
         fit(model, batch, "50%")
 
 
 def test_noise_buys_time_without_a_budget(batch):
-    found = fit(_small_model(), batch, noise=100.0)
+    found = fit(_small_model(), batch, noise=100.0, executor="exact")
     assert found.chosen.name == "sketches"
     assert found.chosen.time < 1
     assert found.chosen.noise_ratio > 0.05
     assert found.budget_bytes is None
     assert "no budget" in str(found)
     # the default limit leaves no room for sketches
-    assert fit(_small_model(), batch).chosen.name == "exact"
+    assert fit(_small_model(), batch, executor="exact").chosen.name == "exact"
 
 
 @pytest.fixture

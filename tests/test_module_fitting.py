@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +16,7 @@ from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.layer import SketchedLayer
 from tests.checkpointing.measured_peak import MeasuredPeak
 
-ROWS, WIDTH = 2048, 64
+ROWS, WIDTH = 2048, 32
 
 
 def _stack(*inner):
@@ -81,8 +82,10 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
     assert found.chosen.least_bytes <= found.budget_bytes == int(0.6 * found.plain_bytes)
     assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
     assert {each.name for each in found.candidates} == {"unchanged", f"{count} checkpoints"}
-    for part in ("no compiler was used", "time, ms", "does not fit", f"{found.chosen.time:.1f}"):
+    for part in ("no compiler was used", "time, ms", f"{found.chosen.time:.1f}"):
         assert part in str(found)
+    (line,) = (line for line in str(found).splitlines() if "does not fit" in line)
+    assert line.split()[:2] == ["unchanged", f"{found.plain_bytes / 2**20:.2f}"]
     found.remove()
     assert _attributes(model) == given
     for block in model[: count - 1]:
@@ -91,11 +94,8 @@ def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_
 
 
 def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=3, num_attention_heads=2, intermediate_size=256
-    )
-    model = transformers.BertForSequenceClassification(config).train()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 256}
+    model = tiny("BertForSequenceClassification", dropout=0.1, **sizes)
     model.register_buffer("average", torch.zeros(()))
     # parts of T5's blocks have the flag of blocks
     model.bert.encoder.layer[0].attention.gradient_checkpointing = False
@@ -147,7 +147,7 @@ def test_what_can_not_be_met_names_the_least(batch, times):
     with pytest.raises(
         InfeasibleBudgetError, match="noisier than noise=1e-09: the least is .*exact gradients take .* at the least$"
     ):
-        fit_stack(_stack(), batch, "80%", noise=1e-9, allow="code")
+        fit_stack(_stack(), batch, "85%", noise=1e-9, allow="code")
 
 
 class _Replacing(nn.Module):
@@ -219,10 +219,7 @@ def test_what_others_change_after_the_fit_stays(batch, times):
 
 
 def test_checkpoints_of_transformers_stay_where_the_user_enables_them_after_the_fit(times):
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256
-    )
-    model = transformers.BertForSequenceClassification(config).train()
+    model = tiny("BertForSequenceClassification", dropout=0.1, hidden_size=64, intermediate_size=256)
     batch = {"input_ids": torch.randint(0, 50, (64, 16)), "labels": torch.randint(0, 2, (64,))}
     found = fit(model, batch, "80%", noise=0, executor=None)
     assert found.chosen.checkpoints
@@ -260,13 +257,13 @@ def test_the_plain_step_need_not_run_where_noise_is_measured(batch, times):
 
     rows, model = [ROWS], _stack()
     model.register_forward_pre_hook(check)
-    assert fit_stack(model, batch, "22MiB", noise=1e9, allow="code").remove() is model
+    assert fit_stack(model, batch, "12MiB", noise=1e9, allow="code").remove() is model
     model.register_forward_pre_hook(lambda model, args: check([[None]], args))
     rows[0] = ROWS // 8
     with pytest.raises(
-        InfeasibleBudgetError, match="the noise can't be measured: out of memory; the budget is 22.00 MiB, and exact"
+        InfeasibleBudgetError, match="the noise can't be measured: out of memory; the budget is 12.00 MiB, and exact"
     ):
-        fit_stack(model, batch, "22MiB", noise=1e9, allow="code")
+        fit_stack(model, batch, "12MiB", noise=1e9, allow="code")
 
 
 def test_a_fitted_model_and_its_copies_are_not_fitted_again(batch):
@@ -285,7 +282,7 @@ def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module_fitting, "median_ms", fails)
         with pytest.raises(ValueError, match="unchanged: out of memory; .*[34] checkpoints: out of memory$"):
-            fit_stack(_stack(), batch, "16MiB", noise=0)
+            fit_stack(_stack(), batch, "8MiB", noise=0)
 
     class Twice(nn.GELU):
         def forward(self, x):
@@ -307,10 +304,24 @@ def test_caches_of_the_first_step_are_not_in_the_peak(batch):
 
         def forward(self, x):
             if self.cache is None:
-                self.cache = torch.zeros(4 * 2**20)
+                self.cache = torch.zeros(2 * 2**20)
             return super().forward(x)
 
-    assert fit_stack(Caching(_stack()).train(), batch, noise=0).plain_bytes < 32 * 2**20
+    assert fit_stack(Caching(_stack()).train(), batch, noise=0).plain_bytes < 16 * 2**20
+
+
+class _Calls(nn.Module):
+    """Three blocks, each called by a function."""
+
+    def __init__(self, make, call):
+        super().__init__()
+        self.blocks, self.call = nn.ModuleList([make() for _ in range(3)]), call
+
+    def forward(self, x):
+        x = x.clone()
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
 
 
 def test_blocks_may_have_keywords_of_checkpoints(batch, times):
@@ -322,17 +333,7 @@ def test_blocks_may_have_keywords_of_checkpoints(batch, times):
         def forward(self, x, debug=False, forward=1):
             return self.inner(x) * (3 if debug else 1) * forward
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x, debug=True, forward=2)
-            return x
-
-    model = Model().train()
+    model = _Calls(Block, lambda block, x: block(x, debug=True, forward=2)).train()
     expected = _gradients(model, lambda model: _loss(model, batch))
     assert fit_stack(model, batch, "70%", noise=0).chosen.checkpoints
     assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
@@ -349,19 +350,9 @@ def test_blocks_that_change_their_inputs_are_not_checkpointed(batch, times, has_
             x += 1
             return self.inner(x)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-        def forward(self, x):
-            x = x.clone()
-            for block in self.blocks:
-                x = block(x=x) if has_keywords else block(x)
-            return x
-
+    model = _Calls(Block, lambda block, x: block(x=x) if has_keywords else block(x)).train()
     with pytest.raises(InfeasibleBudgetError, match="modified by an inplace operation"):
-        fit_stack(Model().train(), batch, "70%", noise=0)
+        fit_stack(model, batch, "70%", noise=0)
 
 
 def test_random_states_of_the_devices_of_all_arguments_are_kept(monkeypatch):
@@ -369,12 +360,6 @@ def test_random_states_of_the_devices_of_all_arguments_are_kept(monkeypatch):
     monkeypatch.setattr(module_fitting, "checkpoint", lambda function, *args, **_: (seen.extend(args), function(*args)))
     module_fitting._checkpointed(lambda x, mask: x + mask, 1, mask=2)
     assert seen == [1, 2]
-
-
-def test_the_table_has_measured_peaks_and_times_of_steps_that_do_not_fit(batch, times):
-    found = fit_stack(_stack(), batch, "60%", noise=0)
-    (line,) = (line for line in str(found).splitlines() if "does not fit" in line)
-    assert line.split() == ["unchanged", f"{found.plain_bytes / 2**20:.2f}", "9.0", "does", "not", "fit"]
 
 
 def test_a_fit_looks_at_gradients_and_warns_once_of_layers_that_stay_exact(batch, times):
@@ -403,16 +388,16 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
 
     def measure(run, device):
         peak = measured(run, device)
-        if peak > 26 * 2**20:
+        if peak > 13 * 2**20:
             raise torch.OutOfMemoryError("out of memory")
         return peak
 
     monkeypatch.setattr(module_fitting, "measure_peak_bytes", measure)
-    found = fit_stack(_stack(), batch, "16MiB", noise=0)
+    found = fit_stack(_stack(), batch, "8MiB", noise=0)
     assert "unchanged: out of memory" in str(found)
-    assert found.chosen.least_bytes <= 16 * 2**20
+    assert found.chosen.least_bytes <= 8 * 2**20
     with pytest.raises(InfeasibleBudgetError, match=r"noisier than .*, or a larger budget; the budget is [^;,]+$"):
-        fit_stack(_stack(), batch, "22MiB", noise=1e-9, allow="code")
+        fit_stack(_stack(), batch, "12MiB", noise=1e-9, allow="code")
     with pytest.raises(ValueError, match="pass a budget in bytes"):
         fit_stack(_stack(), batch, "50%")
 

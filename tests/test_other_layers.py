@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from tiny_transformers import tiny
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
@@ -114,12 +115,7 @@ class TestAdapters:
         return pytest.importorskip("peft")
 
     def llama(self) -> nn.Module:
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            vocab_size=60,
-        )  # fmt: skip
-        return transformers.LlamaForCausalLM(config).train()
+        return tiny("LlamaForCausalLM", vocab_size=60)
 
     def adapted(self, peft, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), **options) -> nn.Module:
         config = peft.LoraConfig(r=4, target_modules=list(targets), lora_dropout=0.0, **options)
@@ -167,9 +163,7 @@ class TestAdapters:
         assert kept.bytes == report.predict(CONFIG, layers={call.layer for call in calls})
 
     def test_adapters_on_conv1d(self, peft) -> None:
-        transformers = pytest.importorskip("transformers")
-        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=60, n_positions=64)
-        model = convert_linears(transformers.GPT2LMHeadModel(config), config=CONFIG)
+        model = convert_linears(tiny("GPT2LMHeadModel", vocab_size=60, num_hidden_layers=1), config=CONFIG)
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
         model = peft.get_peft_model(model, lora).train()
         ids = torch.randint(0, 60, (4, 32))

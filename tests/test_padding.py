@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from sketch_contract import assert_unbiased
+from tiny_transformers import tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -44,13 +45,8 @@ def layer_pair(mask: Tensor, config: RMMConfig = SKIP) -> tuple[Tensor, Tensor, 
     return x, torch.randn(8, 16), torch.randn(8), g
 
 
-def tiny_bert(layers: int = 2, **changes: object) -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **changes,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config).train()
+def tiny_bert(layers: int = 2) -> nn.Module:
+    return tiny("BertForSequenceClassification", num_hidden_layers=layers)
 
 
 def batch(mask: Tensor) -> dict[str, Tensor]:
@@ -177,11 +173,7 @@ class TestUnbiased:
 
 
 def tiny_llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0
-    )
-    return transformers.LlamaForSequenceClassification(config).train()
+    return tiny("LlamaForSequenceClassification", pad_token_id=0)
 
 
 def assert_near(ours: dict[str, Tensor], exact: dict[str, Tensor], within: float = 0.04, prefix: str = "") -> None:
@@ -261,11 +253,7 @@ class TestGradientOnPadding:
 
     @staticmethod
     def _token_model() -> tuple[nn.Module, dict[str, Tensor]]:
-        torch.manual_seed(0)
-        config = transformers.BertConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-        )
-        model = transformers.BertForTokenClassification(config).train()
+        model = tiny("BertForTokenClassification", num_hidden_layers=1)
         mask = right_padded()
         labels = torch.ones_like(mask)
         return convert_linears(model, config=SKIP), {"input_ids": mask, "attention_mask": mask, "labels": labels}
@@ -386,21 +374,13 @@ class TestWhichMaskHoldsWhere:
     @pytest.mark.parametrize("kind", ["t5", "bart"])
     @pytest.mark.parametrize("with_decoder_mask", [True, False])
     def test_encoder_and_decoder_have_masks_of_their_own(self, kind: str, with_decoder_mask: bool) -> None:
-        torch.manual_seed(0)
         if kind == "t5":
-            config = transformers.T5Config(
-                vocab_size=50, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-                decoder_start_token_id=0,
-            )  # fmt: skip
-            model, cross = transformers.T5ForConditionalGeneration(config), "EncDecAttention"
+            changes = {"d_kv": 16, "d_ff": 64, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+            model, cross = tiny("T5ForConditionalGeneration", **changes), "EncDecAttention"
         else:
-            config = transformers.BartConfig(
-                vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-                decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, dropout=0.0,
-                max_position_embeddings=64,
-            )  # fmt: skip
-            model, cross = transformers.BartForConditionalGeneration(config), "encoder_attn"
-        model.train()
+            sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+            changes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+            model, cross = tiny("BartForConditionalGeneration", **changes), "encoder_attn"
         # of one shape, so that only the right rule tells them apart
         mask, of_decoder = right_padded(), right_padded(LENGTHS.flip(0))
         labels = torch.randint(1, 50, mask.shape).masked_fill(of_decoder == 0, -100)
@@ -482,11 +462,7 @@ class TestWhichMaskHoldsWhere:
         assert any(found is mask for found in seen.values())
 
     def test_generation_is_left_alone(self) -> None:
-        config = transformers.LlamaConfig(
-            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-        )
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = tiny("LlamaForCausalLM").eval()
         mask = right_padded().flip(1)
         inputs = {"input_ids": torch.randint(3, 50, mask.shape), "attention_mask": mask}
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

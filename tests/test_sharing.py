@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sketch_contract import assert_unbiased
+from tiny_transformers import tiny
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -283,22 +284,14 @@ def test_threads_do_not_share():
 
 def test_a_roberta_layer_keeps_what_the_design_says():
     """In hidden sizes a token: 16 exact, 10 + 6 ratio, 10 + 8 ratio unshared; attention keeps its own output anyway."""
-    transformers = pytest.importorskip("transformers")
     width, rows = 64, 8 * 64
 
-    def layer_of(blocks: int) -> nn.Module:
-        config = transformers.RobertaConfig(
-            vocab_size=50, hidden_size=width, num_hidden_layers=blocks, num_attention_heads=4,
-            intermediate_size=4 * width, max_position_embeddings=80, attn_implementation="sdpa",
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        return transformers.RobertaModel(config, add_pooling_layer=False).train()
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "max_position_embeddings": 80}
 
     def a_layer(config: RMMConfig | None, exclude: list[str] | None = None) -> float:
         found = []
         for blocks in (1, 2):
-            model = layer_of(blocks)
+            model = tiny("RobertaModel", num_hidden_layers=blocks, attn_implementation="sdpa", **sizes)
             if config is not None:
                 convert_linears(model, config=config, exclude_modules=exclude)
             found.append(measure_kept_bytes(model, input_ids=torch.randint(5, 50, (8, 64))))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measured_peak import MeasuredPeak
+from tiny_transformers import tiny
 from torch import nn
 
 from rmm_linear import RMMConfig, convert_linears
@@ -111,23 +112,14 @@ class Attention(nn.Module):
         return x + self.out(scores @ self.v(y))
 
 
-def language_model(kind):
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=32)
-        return transformers.GPT2LMHeadModel(config)
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=1)
-        )
-    return transformers.RobertaForSequenceClassification(
-        transformers.RobertaConfig(**small, intermediate_size=64, max_position_embeddings=40)
-    )
+def language_model(kind="RobertaForSequenceClassification"):
+    changes = {"num_key_value_heads": 1} if kind.startswith("Llama") else {}
+    return tiny(kind, dropout=0.1, num_hidden_layers=1, **changes)
 
 
 X, TARGET = torch.randn(12, 5, 16), torch.randn(12, 5, 16)
 IDS = torch.randint(2, 50, (2, 20))
+TEXT = {"input_ids": IDS, "labels": IDS, "use_cache": False}
 IMAGES = torch.randn(4, 3, 8, 8), torch.randint(0, 8, (4,))
 
 # model, step, arguments, keyword arguments
@@ -138,14 +130,9 @@ CASES = {
     "sketched": (lambda: converted(ratio=0.3), mean_square, (X, TARGET), {}),
     "sketched in int4": (lambda: converted(ratio=0.5, storage="int4"), mean_square, (X, TARGET), {}),
     "sketched attention": (lambda: Attention(ratio=0.5), mean_square, (X, TARGET), {}),
-    "gpt2": (lambda: language_model("gpt2"), None, (), {"input_ids": IDS, "labels": IDS, "use_cache": False}),
-    "llama": (lambda: language_model("llama"), None, (), {"input_ids": IDS, "labels": IDS, "use_cache": False}),
-    "roberta": (
-        lambda: language_model("roberta"),
-        None,
-        (),
-        {"input_ids": IDS, "labels": torch.tensor([0, 1]), "attention_mask": (IDS > 9).long()},
-    ),
+    "gpt2": (lambda: language_model("GPT2LMHeadModel"), None, (), TEXT),
+    "llama": (lambda: language_model("LlamaForCausalLM"), None, (), TEXT),
+    "roberta": (language_model, None, (), {"input_ids": IDS, "labels": IDS[:, 0] % 2, "attention_mask": IDS > 9}),
 }
 
 
@@ -515,7 +502,7 @@ def test_what_a_step_assigns_is_there_after_it():
 # Gradients that arrive at a result beside the loss
 
 
-@pytest.mark.parametrize("model", [Net(), grid(language_model("roberta"))], ids=["net", "roberta"])
+@pytest.mark.parametrize("model", [Net(), grid(language_model())], ids=["net", "roberta"])
 def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
     args, kwargs = (IMAGES, {}) if isinstance(model, Net) else ((), CASES["roberta"][3])
     reference = copy.deepcopy(model)

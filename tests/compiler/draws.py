@@ -2,6 +2,8 @@
 
 import torch
 
+from rmm_linear.compiler.rewrites.codes import draw_keys
+
 
 def gradients(model, run, x):
     """The gradient of each parameter after one step."""
@@ -30,3 +32,9 @@ def judge(model, run, x, draws):
             ratio = float(totals[name].square().sum()) / squares[name]
             result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio, relative
     return result
+
+
+def keys_of_one(x, *, count):
+    """A mistake in place of `rewrites._keys`: one key for all codes and sketches."""
+    (key,) = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), 1)
+    return tuple(key.clone() for _ in range(count))

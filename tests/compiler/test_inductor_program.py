@@ -1,6 +1,7 @@
 """The executor "inductor": gradients of eager mode to rounding, within the budget as the profiler measures it."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -99,6 +100,8 @@ def _times(plan):
     return [plan.schedule.order.count(index) for index in range(len(plan.graph.ops))]
 
 
+# op by op, Inductor's ops take what they would not if they were fused
+@pytest.mark.filterwarnings("ignore:the compiled step takes")
 def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
     graphs = {}
 
@@ -129,7 +132,6 @@ def test_sketched_gradients_are_unbiased_for_each_parameter(x):
         assert abs(slopes.mean() - 1) <= 4.5 * error + 1e-5
 
 
-# op by op, Inductor's ops take what they would not if they were fused
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
 def test_what_autocast_leaves_in_float32_is_computed_in_float32(monkeypatch):
     """On a CPU, attention with dropout multiplies in float32, whatever autocast makes of its inputs."""
@@ -150,6 +152,10 @@ def test_what_autocast_leaves_in_float32_is_computed_in_float32(monkeypatch):
         loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), "100%")(torch.randn(4, 64, WIDTH)).sum()
     loss.backward()
     assert set(dtypes) == {torch.float32}
+
+
+def uncompiled_graph(module, *_, **__):
+    return lambda arguments: module(*arguments)
 
 
 def uncompiled(model):
@@ -208,7 +214,7 @@ def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monk
         return compile_program(capture, schedule, limit_bytes, expects_fusion=expects_fusion)
 
     monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
-    monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", uncompiled_graph)
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: budget + excess)
     model, budget, excess = mlp(), 3 * 2**18, 2**16
     with pytest.warns(UserWarning, match="its budget is"):
@@ -237,8 +243,20 @@ class Shared(nn.Module):
         return x
 
 
-def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
-    measured, measure = [], inductor_program.measured_peak_bytes
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch, is_compiled):
+    measured, limits = [], []
+    measure, compile_program = inductor_program.measured_peak_bytes, inductor_program.compiled_program
+    monkeypatch.setattr(
+        inductor_program, "compiled_program", lambda *args: limits.append(args[2]) or compile_program(*args)
+    )
+    if not is_compiled:
+        monkeypatch.setattr(inductor_program, "compile_by_inductor", uncompiled_graph)
+        peaks = [2**10, 2**30]
+
+        def measure(*_):
+            return peaks.pop()
+
     monkeypatch.setattr(
         inductor_program, "measured_peak_bytes", lambda *args: measured.append(measure(*args)) or measured[-1]
     )
@@ -247,6 +265,7 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch):
     gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": {"norm": 8}}), x)
     (plan,) = plans(model)
     free, in_windows = measured
+    assert limits == [sys.maxsize, plan.peak_bytes]
     assert free > 1.5 * plan.peak_bytes
     assert in_windows <= 1.05 * plan.peak_bytes
     assert plan.measured_peak_bytes == in_windows

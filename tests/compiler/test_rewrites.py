@@ -10,7 +10,7 @@ import math
 import draws as draws_of_gradients
 import pytest
 import torch
-from draws import gradients
+from draws import gradients, keys_of_one
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -261,26 +261,6 @@ def test_scores_of_attention_are_said_to_be_biased():
         assert "no bound is known" in str(plans(model)[-1])
 
 
-def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(WIDTH, 32), nn.LayerNorm(32), nn.Linear(32, 8)), torch.randn(ROWS, WIDTH)
-
-    def step(x):
-        y = functional.dropout(model(x), 0.5)
-        return (y**2).mean(), y
-
-    coded = torch.compile(step, backend="rmm_linear", options={"bits": 8, "executor": "exact"})
-    loss, y = coded(x)
-    with pytest.warns(UserWarning, match="arrived at a result beside the loss"):
-        (loss + y.sum()).backward()
-    gradient, mask = model[0].weight.grad.clone(), 2.0 * (y != 0)
-    model.zero_grad()
-    z = model(x) * mask
-    ((z**2).mean() + z.sum()).backward()
-    # of codes, with the noise of 8 bits: other masks take it away by more than its norm
-    assert (gradient - model[0].weight.grad).norm() < 0.05 * gradient.norm()
-
-
 def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_numbers():
     torch.manual_seed(0)
     weight, scale = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.ones(()))
@@ -397,11 +377,6 @@ class Twice(nn.Module):
         return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
 
 
-def _keys_of_one(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
-    (key,) = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), 1)
-    return tuple(key.clone() for _ in range(count))
-
-
 def _keys_of_one_seed(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
     return tuple(each.clone() for each in draw_keys(torch.full((), 7, dtype=torch.int64), count))
 
@@ -426,7 +401,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         model, x = small_beside_outliers()
     elif mutant == "one key":
         model = Net(Same())
-        monkeypatch.setattr(rewrites, "_keys", _keys_of_one)
+        monkeypatch.setattr(rewrites, "_keys", keys_of_one)
     elif mutant == "one seed":
         draws = 100
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one_seed)

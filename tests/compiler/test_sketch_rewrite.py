@@ -9,13 +9,12 @@ import math
 
 import pytest
 import torch
-from draws import gradients, judge
+from draws import gradients, judge, keys_of_one
 from torch import nn
 from torch.nn import functional
 
 from rmm_linear import convert_linears
 from rmm_linear.compiler import plans, rewrites
-from rmm_linear.compiler.rewrites.codes import draw_keys
 from rmm_linear.sketches import Hadamard
 
 RATIO, ROWS, WIDTH = 0.375, 320, 96
@@ -149,12 +148,12 @@ def squared_errors(model, x, draws, name):
     return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
 
 
-# each size and each kind, and the other pairs on demand
+# each kind, and the other pairs on demand
 @pytest.mark.parametrize(
     ("rows", "is_kept"),
     [
-        pytest.param(rows, is_kept, marks=() if (place % 2 == 0) == is_kept else pytest.mark.grid)
-        for place, rows in enumerate(SIZES)
+        pytest.param(rows, is_kept, marks=() if (rows == ROWS) == is_kept and rows != 333 else pytest.mark.grid)
+        for rows in SIZES
         for is_kept in (True, False)
     ],
 )
@@ -206,11 +205,6 @@ def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
     # once in 10,000 runs, if errors of a draw were all in one direction
     assert abs(correlation(model, x)) < 4 / 60**0.5
     assert sorted(each.layers for each in coding_of(model).sketched) == [1, 1, 2]
-
-    def keys_of_one(x, *, count):
-        (key,) = draw_keys(torch.ops.rmm_linear.draw_seed.default(x, None), 1)
-        return tuple(key.clone() for _ in range(count))
-
     monkeypatch.setattr(rewrites, "_keys", keys_of_one)
     assert correlation(model, x, 3) > 0.99
 
@@ -407,7 +401,8 @@ def test_converted_layers_keep_their_own_sketches():
     assert "weight gradients of converted linear layers" in plan.card()
 
 
-def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
+@pytest.mark.parametrize("options", [{"sketch": RATIO}, {"bits": 8}])
+def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss(options):
     model, x = Net(Queries()), batch()
     # two of the seeds that it draws are not used
     convert_linears(model.body, ratio=0.5)
@@ -419,7 +414,7 @@ def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
         y = functional.dropout(features(x), 0.5)
         return y.square().mean(), y
 
-    run = torch.compile(step, backend="rmm_linear", options={"sketch": RATIO, "executor": "exact"})
+    run = torch.compile(step, backend="rmm_linear", options={**options, "executor": "exact"})
     loss, y = run(x)
     with pytest.warns(UserWarning, match="arrived at a result beside the loss"):
         (loss + y.sum()).backward()
@@ -427,7 +422,9 @@ def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss():
     model.zero_grad()
     z = features(x) * mask
     (z.square().mean() + z.sum()).backward()
-    torch.testing.assert_close(gradient, model.body.q.bias.grad)
+    exact = model.body.q.bias.grad
+    # codes have the noise of 8 bits: other masks take it away by more than its norm
+    assert (gradient - exact).norm() < (0.05 if "bits" in options else 1e-5) * exact.norm()
 
 
 @pytest.mark.parametrize("bad", [0, 1, 0.0, 1.0, 1.5, -0.5, "x", True, math.nan])

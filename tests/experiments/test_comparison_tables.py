@@ -24,15 +24,6 @@ def test_attention_of_a_cpu_counts_as_that_of_a_gpu() -> None:
     assert flops == 7 * 2 * (2 * 4 * 16 * 24 * 8)
 
 
-def test_a_row_without_a_plan_says_so_in_a_gpus_table_as_well(tmp_path: Path) -> None:
-    rows = [row for row in read_rows(report.RESULTS / "codes-cuda.csv") if row["peak_bytes"] is not None]
-    nothing = dict.fromkeys(("peak_bytes", "activation_peak_bytes", "saved_bytes", "step_s", "kernels_s"))
-    write_rows(tmp_path / "codes-cuda.csv", [rows[0], rows[0] | nothing | {"method": "budget 9%"}])
-    table = report.codes_table(tmp_path)
-    assert "| way | step time | in kernels | saved for the backward pass |" in table
-    assert "| budget 9% | no plan |  |  |  |  |" in table
-
-
 def test_the_committed_readme_is_what_the_results_say() -> None:
     text = report.README.read_text()
     assert filled(text, report.blocks(report.RESULTS)) == text

@@ -4,23 +4,15 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from tiny_transformers import tiny
 
 from experiments import readme
-from experiments.blocks import filled
 from rmm_linear import RMMLinear
 
 transformers = pytest.importorskip("transformers")
 
 PAGES = [readme.README, *sorted((readme.ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
-
-
-def _roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    return transformers.RobertaForSequenceClassification(config)
 
 
 def _examples() -> list[dict[str, torch.Tensor]]:
@@ -37,7 +29,7 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
-        model = _roberta()
+        model = tiny("RobertaForSequenceClassification", num_hidden_layers=1)
         names = {
             "model": model,
             "args": transformers.TrainingArguments(
@@ -75,11 +67,6 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert readme.main(["--check"]) == 1
     assert readme.main([]) == 0
     assert readme.main(["--check"]) == 0
-
-
-def test_a_missing_block_is_named() -> None:
-    with pytest.raises(ValueError, match="no block 'memory'"):
-        filled("no markers", readme.pages()[readme.RESULTS])
 
 
 def test_the_readme_names_every_sketch_and_knob() -> None:

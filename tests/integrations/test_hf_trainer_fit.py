@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tiny_trainer import make_data, make_model, make_trainer
-from transformers import BertConfig, BertForSequenceClassification
+from tiny_transformers import tiny
 
 from rmm_linear import RMMCallback, RMMConfig
 from rmm_linear.checkpointing.planned import is_planned
@@ -20,13 +20,8 @@ WHOLE = {"fit": "100%", "noise": 0, "executor": "exact"}
 
 
 def bert():
-    torch.manual_seed(1)
-    config = BertConfig(
-        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256,
-        max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        problem_type="single_label_classification",
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
+    changes = {"hidden_size": 64, "intermediate_size": 256, "problem_type": "single_label_classification"}
+    return tiny("BertForSequenceClassification", seed=1, **changes)
 
 
 def trained(folder, *callbacks, resume=None, examples=48, model=None, **changes):

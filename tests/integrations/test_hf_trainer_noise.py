@@ -21,9 +21,10 @@ LAYERS = 12
 make_trainer = partial(tiny_trainer.make_trainer, padded=True, max_grad_norm=1e-3, max_steps=24)
 
 
-def callback(**options):
+def callback(storage=None, **options):
+    config = RMMConfig(ratio=0.2, storage=storage, min_rows=1)
     # the pooler and the attention's output save nothing, and the callback would say so
-    return RMMCallback(config=RMMConfig(ratio=0.2, min_rows=1), exclude_modules=["attention.output.dense"], **options)
+    return RMMCallback(config=config, exclude_modules=["attention.output.dense"], **options)
 
 
 def lines(path):
@@ -69,7 +70,7 @@ def test_the_clip_fraction_is_that_of_the_norms_before_clipping(tmp_path):
 def test_training_is_bitwise_what_it_is_without_a_monitor(tmp_path):
     weights = []
     for options in ({}, {"monitor": 2}):
-        trainer = make_trainer(tmp_path, callback(**options), max_steps=6, model=make_model(dropout=0.1))
+        trainer = make_trainer(tmp_path, callback("int4", **options), max_steps=6, model=make_model(dropout=0.1))
         trainer.train()
         weights.append(list(trainer.model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))

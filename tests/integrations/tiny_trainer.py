@@ -5,17 +5,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import RobertaConfig, RobertaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from tiny_transformers import tiny, trainer_options
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 def make_model(dropout=0.0, attention="sdpa", layers=2):
-    torch.manual_seed(1)
-    config = RobertaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=40, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        attn_implementation=attention,
-    )  # fmt: skip
-    return RobertaForSequenceClassification(config)
+    changes = {"hidden_size": 16, "num_hidden_layers": layers, "attn_implementation": attention}
+    return tiny("RobertaForSequenceClassification", dropout=dropout, seed=1, **changes)
 
 
 def make_data(examples=48, length=32, *, padded=False):
@@ -31,21 +27,9 @@ def make_data(examples=48, length=32, *, padded=False):
 
 
 def make_trainer(folder, *callbacks, model=None, model_init=None, padded=False, **changes):
-    arguments = {
-        "per_device_train_batch_size": 8,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "dataloader_pin_memory": False,
-        **changes,
-    }
     trainer = Trainer(
         make_model() if model is None and model_init is None else model,
-        TrainingArguments(output_dir=str(folder), **arguments),
+        TrainingArguments(**trainer_options(folder, **changes)),
         model_init=model_init,
         train_dataset=make_data(padded=padded),
         eval_dataset=make_data(16),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_transformers import tiny
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -184,18 +185,7 @@ def test_a_compiled_model_is_measured_when_it_runs():
 
 
 def roberta(attention, **changes):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.RobertaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=40,
-        attn_implementation=attention,
-        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **changes},
-    )
-    return transformers.RobertaForSequenceClassification(config).train()
+    return tiny("RobertaForSequenceClassification", hidden_size=16, attn_implementation=attention, **changes)
 
 
 def batch():

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -346,11 +347,7 @@ def test_only_what_frees_something_is_converted():
 
 def test_a_sample_may_be_a_mapping_and_an_override_wins():
     transformers = pytest.importorskip("transformers")
-    config = transformers.RobertaConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=40, attn_implementation="sdpa", attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    model = transformers.RobertaForSequenceClassification(config)
+    model = tiny("RobertaForSequenceClassification", attn_implementation="sdpa")
     ids = torch.randint(5, 50, (8, 32))
     model.roberta.encoder.layer[0].output.dense.weight.requires_grad_(False)
     sample = transformers.BatchEncoding({"input_ids": ids, "labels": torch.zeros(8, dtype=torch.long)})

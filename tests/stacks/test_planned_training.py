@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from test_trainers import arguments
 from tiny_models import CONFIG, batch_of, gpt2, roberta
 from tiny_text import sentences, tokenizer
+from tiny_transformers import trainer_options
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -30,7 +30,7 @@ def planned(kind) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def planned_roberta(layers=1) -> nn.Module:
+def planned_roberta() -> nn.Module:
     """To be looked at: a plan takes a second."""
     return planned(roberta)
 
@@ -59,7 +59,6 @@ def test_a_planned_model_keeps_its_forward(planned_roberta):
 
 
 TRAININGS = {
-    "fp32": {},
     "bf16": {"bf16": True},
     "accumulation": {"gradient_accumulation_steps": 2},
     "resumed": {"save_strategy": "steps", "save_steps": 1},
@@ -72,10 +71,9 @@ def trained_by_transformers(
 ) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
-    options = {**arguments(folder), "per_device_train_batch_size": 4, "max_steps": 2, **changes}
+    options = trainer_options(folder, per_device_train_batch_size=4, max_steps=2, **changes)
     data = rows_of(roberta, batches=4)
-    arguments_of_run = TrainingArguments(**options)
-    trainer = (kind or Trainer)(model, arguments_of_run, train_dataset=data, callbacks=list(callbacks))
+    trainer = (kind or Trainer)(model, TrainingArguments(**options), train_dataset=data, callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if resume else None)
     return model
 
@@ -192,7 +190,7 @@ def test_steps_under_trl_run_by_plan_in_the_parts_that_its_loss_leaves(tmp_path,
     trl = pytest.importorskip("trl")
 
     def train(model, callbacks=()):
-        settings = {**arguments(tmp_path), "per_device_train_batch_size": 4, "max_length": 32, "bf16": False}
+        settings = trainer_options(tmp_path, max_steps=2, per_device_train_batch_size=4, max_length=32, bf16=False)
         trl.SFTTrainer(
             model=model,
             args=trl.SFTConfig(**{**settings, "gradient_checkpointing": False, **options}),

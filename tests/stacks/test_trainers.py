@@ -9,6 +9,7 @@ pytest.importorskip("datasets")
 from datasets import Dataset
 from tiny_models import CONFIG, llama, roberta, sketched_weights
 from tiny_text import sentences, tokenizer
+from tiny_transformers import trainer_options
 from torch import nn
 
 from rmm_linear import RMMCallback, convert_linears, revert_linears, valid_rows
@@ -16,21 +17,6 @@ from rmm_linear.memory import measure_kept_bytes
 
 # the callback's own warnings are about savings, and these models have no layer to spare
 pytestmark = pytest.mark.filterwarnings("ignore:the sketched layers promise.*")
-
-
-def arguments(folder) -> dict:
-    return {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "report_to": "none",
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-    }
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,11 +42,12 @@ def test_sft_trainer(tmp_path, lora):
     options = {"peft_config": pytest.importorskip("peft").LoraConfig(r=4, init_lora_weights=False)} if lora else {}
     target = {"target_modules": r".*\.lora_A\.default"} if lora else {}
     callback, trained = RMMCallback(config=CONFIG, **target), {}
+    settings = {"max_steps": 2, "max_length": 32, "bf16": False, "gradient_checkpointing": False}
     for name, callbacks in (("sketched", [callback]), ("exact", [])):
         torch.manual_seed(0)
         trainer = trl.SFTTrainer(
             model=llama(),
-            args=trl.SFTConfig(max_length=32, bf16=False, gradient_checkpointing=False, **arguments(tmp_path)),
+            args=trl.SFTConfig(**trainer_options(tmp_path, **settings)),
             train_dataset=Dataset.from_list([{"text": text} for text in sentences(16)]),
             processing_class=tokenizer(),
             callbacks=callbacks,
@@ -99,7 +86,7 @@ def test_sentence_transformer_trainer(tmp_path, skip_padding):
     callback = RMMCallback(config=CONFIG.replace(skip_padding=skip_padding), exclude_modules=["pooler.dense"])
     trainer = st.SentenceTransformerTrainer(
         model=model,
-        args=st.SentenceTransformerTrainingArguments(**arguments(tmp_path)),
+        args=st.SentenceTransformerTrainingArguments(**trainer_options(tmp_path, max_steps=2)),
         train_dataset=Dataset.from_list([{"anchor": texts[i], "positive": texts[i + 16]} for i in range(16)]),
         loss=pytest.importorskip("sentence_transformers.losses").MultipleNegativesRankingLoss(model),
         callbacks=[callback],

@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
+from tiny_transformers import tiny
 from torch import Tensor, nn
-
-transformers = pytest.importorskip("transformers")
 
 from rmm_linear import RMMConfig, RMMLinear
 
@@ -18,59 +16,35 @@ SEQUENCES, LENGTH, VOCABULARY = 4, 40, 64
 Batch = dict[str, Tensor]
 
 
+OF_TEXT = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "seed": 1}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+
+
 def llama(layers: int = 2) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(config).train()
+    options = {**OF_TEXT, **TOKENS, "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0}
+    return tiny("LlamaForCausalLM", num_hidden_layers=layers, **options)
 
 
 def roberta(layers: int = 2) -> nn.Module:
-    config = transformers.RobertaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.RobertaForSequenceClassification(config).train()
+    return tiny("RobertaForSequenceClassification", num_hidden_layers=layers, num_labels=3, **OF_TEXT)
 
 
 def gpt2(layers: int = 2) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.GPT2LMHeadModel(config).train()
+    return tiny("GPT2LMHeadModel", num_hidden_layers=layers, use_cache=False, **OF_TEXT, **TOKENS)
 
 
 def t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4,
-        dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.T5ForConditionalGeneration(config).train()
+    options = {"d_kv": 8, "d_ff": 64, "num_decoder_layers": 2, "decoder_start_token_id": 0, "use_cache": False}
+    return tiny("T5ForConditionalGeneration", **options, **OF_TEXT)
 
 
 def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        image_size=24, patch_size=4, num_channels=3, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.ViTForImageClassification(config).train()
+    sizes = {"image_size": 24, "patch_size": 4, "num_attention_heads": 4, "num_labels": 3}
+    return tiny("ViTForImageClassification", seed=1, **sizes)
 
 
 def modernbert() -> nn.Module:
-    config = transformers.ModernBertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.ModernBertForMaskedLM(config).train()
+    return tiny("ModernBertForMaskedLM", pad_token_id=0, cls_token_id=1, sep_token_id=2, **OF_TEXT, **TOKENS)
 
 
 def batch_of(kind: Callable[[], nn.Module], number: int = 0) -> Batch:

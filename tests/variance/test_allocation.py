@@ -165,8 +165,6 @@ def test_totals_are_sums_over_the_layers():
     assert found.relative_variance == pytest.approx(1.5 / 30)
     assert found.noise_ratio == pytest.approx(1.5 / 4)
     table = str(found).splitlines()
-    assert table[0].split() == ["layer", "config", "bytes", "relative", "variance"]
-    assert "layers.1" in table[3]
     assert table[3].split()[-2:] == ["4", "0.025"]
     assert table[4] == "2 layers keep 7 bytes; variance 0.05 of the squared gradient, 0.375 of the minibatch's variance"
     assert hash(found) == hash(Allocation(found.layers))

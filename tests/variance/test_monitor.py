@@ -130,23 +130,6 @@ def test_layers_take_turns(every):
     assert all(second - first == every for first, second in steps.values())
 
 
-def test_training_does_not_notice():
-    results = []
-    for watched in (False, True):
-        network = converted(CONFIG.replace(storage="int4"))
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        monitor = VarianceMonitor(network, every=3) if watched else None
-        torch.manual_seed(1)
-        for step in range(4):
-            optimizer.zero_grad()
-            train_step(network, step)
-            optimizer.step()
-            if monitor is not None:
-                monitor.step()
-        results.append([parameter.detach() for parameter in network.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
 def test_the_file_has_one_strict_json_object_a_record(tmp_path):
     path = tmp_path / "runs" / "noise.jsonl"
     network = converted()

@@ -5,102 +5,40 @@ from strategy_contract import StrategyContract
 
 from rmm_linear.planning.strategies import auto, available_strategies, get_strategy
 
+SMALL = {"small": True}
+# a chain has one order of first computations: that of the stages
+OPTIMAL_ON_CHAINS = {**SMALL, "claims_optimal": lambda self, name, graph: "chain" in name}
+SLOW = {"pytestmark": pytest.mark.slow}
+CONTRACTS = {
+    "chen2016_sqrt": {},
+    "griewank2000_revolve": {},
+    "gruslys2016_bptt": {},
+    "hong2025_linear": {},
+    "jain2020_checkmate": OPTIMAL_ON_CHAINS,
+    "jain2020_rounding": SMALL,
+    "kirisame2021_dtr": {},
+    "kirisame2021_dtr_eq": {},
+    "kirisame2021_dtr_local": {},
+    "kusumoto2019_approximate": {},
+    "kusumoto2019_exact": SMALL,
+    "moccasin2023_cp": SMALL | SLOW,
+    "patil2022_poet": OPTIMAL_ON_CHAINS | SLOW,
+    "steiner2022_olla": SMALL | SLOW,
+    "zhang2023_coop": {},
+    "auto": {**SMALL, "pytestmark": pytest.mark.usefixtures("one_search_for_the_leanest_order")},
+}
 
-class TestChen2016(StrategyContract):
+
+def contract_of(name, attributes):
     def make(self):
-        return get_strategy("chen2016_sqrt")
+        if name in ("moccasin2023_cp", "steiner2022_olla"):
+            pytest.importorskip("ortools")
+        return get_strategy(name)
+
+    return type(f"Test_{name}", (StrategyContract,), {"make": make, **attributes})
 
 
-class TestGriewank2000(StrategyContract):
-    def make(self):
-        return get_strategy("griewank2000_revolve")
-
-
-class TestGruslys2016(StrategyContract):
-    def make(self):
-        return get_strategy("gruslys2016_bptt")
-
-
-class TestHong2025(StrategyContract):
-    def make(self):
-        return get_strategy("hong2025_linear")
-
-
-class TestJain2020Checkmate(StrategyContract):
-    small = True
-
-    def make(self):
-        return get_strategy("jain2020_checkmate")
-
-    def claims_optimal(self, name, graph):
-        # a chain has one order of first computations: that of the stages
-        return "chain" in name
-
-
-class TestJain2020Rounding(StrategyContract):
-    small = True
-
-    def make(self):
-        return get_strategy("jain2020_rounding")
-
-
-class TestKirisame2021(StrategyContract):
-    def make(self):
-        return get_strategy("kirisame2021_dtr")
-
-
-class TestKirisame2021Eq(StrategyContract):
-    def make(self):
-        return get_strategy("kirisame2021_dtr_eq")
-
-
-class TestKirisame2021Local(StrategyContract):
-    def make(self):
-        return get_strategy("kirisame2021_dtr_local")
-
-
-class TestKusumoto2019Approximate(StrategyContract):
-    def make(self):
-        return get_strategy("kusumoto2019_approximate")
-
-
-class TestKusumoto2019Exact(StrategyContract):
-    small = True
-
-    def make(self):
-        return get_strategy("kusumoto2019_exact")
-
-
-@pytest.mark.slow
-class TestMoccasin2023(StrategyContract):
-    small = True
-
-    def make(self):
-        pytest.importorskip("ortools")
-        return get_strategy("moccasin2023_cp")
-
-
-@pytest.mark.slow
-class TestPatil2022(StrategyContract):
-    small = True
-    claims_optimal = TestJain2020Checkmate.claims_optimal
-
-    def make(self):
-        return get_strategy("patil2022_poet")
-
-
-@pytest.mark.slow
-class TestSteiner2022(StrategyContract):
-    small = True
-
-    def make(self):
-        pytest.importorskip("ortools")
-        return get_strategy("steiner2022_olla")
-
-
-class TestZhang2023(StrategyContract):
-    def make(self):
-        return get_strategy("zhang2023_coop")
+globals().update({f"Test_{name}": contract_of(name, attributes) for name, attributes in CONTRACTS.items()})
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +56,5 @@ def one_search_for_the_leanest_order():
         yield
 
 
-@pytest.mark.usefixtures("one_search_for_the_leanest_order")
-class TestAuto(StrategyContract):
-    small = True
-
-    def make(self):
-        return get_strategy("auto")
-
-
 def test_every_strategy_has_its_contract():
-    tested = {
-        contract().make().name for contract in StrategyContract.__subclasses__() if contract.__module__ == __name__
-    }
-    assert tested == set(available_strategies())
+    assert CONTRACTS.keys() == set(available_strategies())

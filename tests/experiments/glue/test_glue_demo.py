@@ -34,26 +34,6 @@ def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
     assert seen == POSSIBLE_NEIGHBOURS
 
 
-def _accuracy_of_counts(words_in_a_row: int) -> float:
-    """Validation accuracy of a logistic regression on counts of words, or of words in a row."""
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-
-    counts = CountVectorizer(ngram_range=(1, words_in_a_row), token_pattern=r"\S+")
-    splits = demo_splits()
-    model = make_pipeline(counts, LogisticRegression(max_iter=1000)).fit(
-        splits["train"]["sentence"], splits["train"]["label"]
-    )
-    return float(model.score(splits["validation"]["sentence"], splits["validation"]["label"]))
-
-
-def test_words_alone_do_not_solve_the_task_and_pairs_of_words_only_partly() -> None:
-    # 2,000 validation rows: a standard error of 0.01
-    assert _accuracy_of_counts(1) < 0.58
-    assert 0.70 < _accuracy_of_counts(2) < 0.82
-
-
 def test_the_data_is_balanced_without_repetitions_and_the_same_in_every_call_and_version(splits: DatasetDict) -> None:
     rows = [*splits["train"], *splits["validation"]]
     assert len({row["sentence"] for row in rows}) == len(rows) == 2400
@@ -62,16 +42,6 @@ def test_the_data_is_balanced_without_repetitions_and_the_same_in_every_call_and
     texts = "\n".join(demo_splits(200, 50)["train"]["sentence"])
     assert texts == "\n".join(demo_splits(200, 50)["train"]["sentence"])
     assert hashlib.sha256(texts.encode()).hexdigest()[:12] == "f947dfa90ea5"
-
-
-def test_the_tokenizer_is_reproducible_and_loses_nothing(splits: DatasetDict) -> None:
-    sentences = list(splits["train"]["sentence"])
-    tokenizer, again = demo_tokenizer(sentences), demo_tokenizer(sentences)
-    ids = tokenizer(sentences[:50])["input_ids"]
-    assert ids == again(sentences[:50])["input_ids"]
-    assert tokenizer.batch_decode(ids, skip_special_tokens=True) == [f" {sentence}" for sentence in sentences[:50]]
-    assert all(each[0] == tokenizer.bos_token_id and each[-1] == tokenizer.eos_token_id for each in ids)
-    assert max(len(each) for each in tokenizer(sentences)["input_ids"]) <= tokenizer.model_max_length
 
 
 def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
@@ -94,7 +64,7 @@ def test_pretraining_sees_no_sentence_of_the_validation_split(splits: DatasetDic
     tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
     held_out = frozenset(demo_splits()["validation"]["sentence"])
 
-    def seen(held: frozenset[str], batches: int = 100) -> set[str]:
+    def seen(held: frozenset[str], batches: int = 40) -> set[str]:
         stream = demo_pretraining._batches(tokenizer, held_out=held)
         rows = [row for _ in range(batches) for row in next(stream)[0]]
         return {tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows}

@@ -11,6 +11,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.variance import gradient_noise
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(Subject.__init__.__kwdefaults__, "batch_size", 8)
