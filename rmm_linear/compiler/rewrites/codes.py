@@ -88,7 +88,7 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
 
 
 def curved(x: Tensor, cube: float) -> Tensor:
-    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large ones far away."""
+    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large steps far away."""
     root = (3 * cube) ** 0.5
     return torch.sinh(torch.asinh(x * (1.5 * root)) / 3) * (2 / root) if cube else x
 

@@ -1,7 +1,8 @@
 """The plan for a budget that users get: several orders of computation, each fitted to the budget by local search.
 
 The search starts from the plain order, from orders in which the forward pass is computed again segment by segment, and,
-where scipy is installed, from what a linear program would keep within these (`rmm_linear.planning.relaxation`).
+where scipy is installed, from the tensors that a linear program would keep within these
+(`rmm_linear.planning.relaxation`).
 """
 
 import contextlib
@@ -84,7 +85,7 @@ def _most_work(graph: Graph) -> int:
 
 
 def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Lower the peak of an order, whatever it costs."""
+    """Lower the peak of an order, at any cost."""
     work, order = 0, list(order)
     peak = peak_and_cost(graph, order)[0]
     step = max(1, int(_STEP * peak))
@@ -125,7 +126,7 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
 
 
 def _crossing(graph: Graph) -> list[set[int]]:
-    """Return what crosses the segments of the forward ops, for several numbers of segments."""
+    """Return the storages that cross segments of the forward ops, for several numbers of segments."""
     counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
     return [crossing_storages(graph, _segments(graph, count)) for count in counts]
 

@@ -72,7 +72,7 @@ class NodeGraph:
         has_backward = count < len(graph.ops)
         outputs = set(graph.outputs)
         root = list(range(count))
-        # without backward ops nothing says what they would read
+        # without backward ops their reads are not known
         for position in reversed(range(count if has_backward else 0)):
             op = graph.ops[position]
             readers = {reader for index in op.writes for reader in graph.readers[index]}
@@ -111,7 +111,7 @@ class NodeGraph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes that must run before each one, by either kind of edge."""
+        """Nodes that must run before each node, by either kind of edge."""
         found: list[list[int]] = [[] for _ in self.costs]
         for u, v in (*self.edges, *self.order_edges):
             found[v].append(u)
@@ -140,7 +140,7 @@ def all_lower_sets(nodes: NodeGraph) -> NDArray[np.bool_]:
 def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
-    The rows and columns are those of `all_lower_sets`.
+    The rows and columns are the same as of `all_lower_sets`.
 
     Raises:
         ValueError: If there are too many.
@@ -285,7 +285,7 @@ def _quantum(costs: NDArray[np.float64], levels: int) -> float:
 
 
 class _LowerSets(Strategy):
-    # caps from the least feasible one to that of a single block, each in the same ratio to the one before
+    # caps from the least feasible cap to a single block's, each in the same ratio to the cap before
     caps: ClassVar[int] = 24
 
     @staticmethod
