@@ -1,4 +1,4 @@
-"""A small Llama from scratch on packed text: what noise in the gradient does to the loss of a language model.
+"""A small Llama from scratch on packed text: the loss of a language model over the noise in its gradient.
 
     python -m experiments.language_model            # every run that is missing, then the table and the figure
     python -m experiments.language_model --report   # table and figure of the rows that are there

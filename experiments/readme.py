@@ -1,6 +1,6 @@
 """Fill the tables of README.md and docs/ from the committed results: `python -m experiments.readme`, or `--check` them.
 
-A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is typed there by hand is replaced.
+A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, where typed text is replaced.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not check:
             page.write_text(new)
         elif new != text:
-            print(f"{page.name} does not say what the results say; run python -m experiments.readme", file=sys.stderr)
+            print(f"{page.name} differs from the committed results; run python -m experiments.readme", file=sys.stderr)
             changed = 1
     return changed
 

@@ -62,13 +62,13 @@ def with_backward(forward: Graph) -> Graph:
 
 
 def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
-    """Make a forward chain: each node reads the one before; each takes the time 1 if there are no costs."""
+    """Make a forward chain: each node reads the node before, and takes the time 1 if there are no costs."""
     edges = [(node, node + 1) for node in range(len(sizes) - 1)]
     return of_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
 
 
 def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
-    """Make a forward U: on each level, the way up reads what the way down wrote, as in a U-Net.
+    """Make a forward U: on each level, the way up reads the results of the way down, as in a U-Net.
 
     It has 2 depth + 1 nodes. A storage of the top level has `size` bytes, and each level below has half as many.
     """

@@ -19,7 +19,7 @@ from .figure import draw_figure
 from .settings import CHECKPOINTING, EXACT
 
 _MIB = 2**20
-# exact's step time over its own: a difference of less is not told from what lasts as long as a run does
+# exact's step time over its own: smaller differences are not told from drift over a run
 _EXACT_TIME = Quantiles(0.95, 1.0, 1.05)
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
@@ -90,7 +90,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _seeds(row: Row) -> str:
-    """How many seeds there are, and how many of them the difference to exact rests on if those are fewer."""
+    """The number of seeds, and the number of pairs with exact if it is smaller."""
     seeds = len(row.seeds)
     if row.difference is None or row.difference.seeds == seeds:
         return str(seeds)
@@ -98,7 +98,7 @@ def _seeds(row: Row) -> str:
 
 
 def _notes(comparison: Comparison) -> str:
-    """What the columns mean, and what the numbers can't bear."""
+    """The meaning of the columns, and limits of the numbers."""
     results, timed = comparison.results, comparison.has_times
     chosen = {
         f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
