@@ -290,7 +290,7 @@ def fit(
         InfeasibleBudgetError: If no plan fits; it names the least budget that was found. The step of a later batch of
             another shape, which has no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
-        ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
+        ValueError: If an argument is invalid, the model is planned or compiled already, or the noise can't
             be measured with the sample.
         ImportError: If "page" is allowed, and scipy is missing.
 
