@@ -33,7 +33,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 17
+    assert len(BLOCKS) == 18
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
