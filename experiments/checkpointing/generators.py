@@ -23,9 +23,9 @@ def with_backward(forward: Graph) -> Graph:
     """Add a backward pass to a forward graph of nodes that write one storage each.
 
     The gradient of a node is as large as its storage, costs as much as the node, and is computed from the gradients of
-    the nodes that read it, from all that these read, and from what these wrote; that of a node which nobody reads from
-    its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one. The
-    last storages of the forward part are results, gradients of nodes that read nothing are outputs.
+    the nodes that read it, from all that these read, and from their results; the gradient of a node without readers
+    from its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one.
+    The last storages of the forward part are results, gradients of nodes that read nothing are outputs.
 
     Raises:
         ValueError: If there are backward ops already, or an op writes more than one storage or none.

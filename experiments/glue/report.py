@@ -108,14 +108,14 @@ def _notes(comparison: Comparison) -> str:
     spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
     notes = {
         f"Scores are in points after the last epoch, never the best one{spread}; a task with two metrics is scored by"
-        " their mean. Kept bytes: what one training step on one fixed batch keeps for its backward pass, parameters"
-        " excluded.": True,
+        " their mean. Kept bytes: bytes that one training step on one fixed batch keeps for its backward pass,"
+        " without parameters.": True,
         "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not"
         " corrected for their number).": any(row.difference and row.difference.seeds > 1 for row in comparison.rows),
         "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that"
         " minibatches have anyway.": any(row.noise is not None for row in comparison.rows if row.method != EXACT),
         "One seed supports no claim of equal accuracy: seeds alone move such scores by points.": fewest == 1,
-        "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it.": any(
+        "Checkpointing's kept bytes leave out tensors that a block recomputes in its backward pass.": any(
             row.method == CHECKPOINTING for row in comparison.rows
         ),
         f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.": chosen,
@@ -123,7 +123,7 @@ def _notes(comparison: Comparison) -> str:
         " unbiased.": clipped,
         "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % quantiles"
         " over all steps but the first two. The runs came one after another, so that the quantiles show the steps'"
-        " spread and not what drifts from run to run: less than 5 % is called no difference.": timed,
+        " spread and no drift from run to run: less than 5 % is called no difference.": timed,
         "Times are left out: the machine had other work during these runs (`timing` is off in them).": not timed,
         f"Left out, for they are not complete: {', '.join(comparison.incomplete)}.": comparison.incomplete,
     }

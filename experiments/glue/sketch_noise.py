@@ -2,15 +2,15 @@
 
 A model is trained for a few steps with exact layers; then the input x and the gradient g of each linear layer are taken
 from one batch, padded to 128 tokens. The noise of a layer is E||estimate - g^T x||^2 / ||g^T x||^2. A row of the
-results says what the layers keep, as a share of x's bytes in bfloat16 (scales, means and seeds included), and the mean
-of their noises:
+results has the layers' kept bytes, as a share of x's bytes in bfloat16 (scales, means and seeds included), and the
+mean of their noises:
 
-- of one configuration for all layers, in closed form: the one that fills a budget of bytes with its values, and takes
-  at most 4 % more with all else. Either all rows are sketched, or real ones alone (a padding row's g is zero);
+- of one configuration for all layers, in closed form: its values fill a budget of bytes, and it takes at most 4 % more
+  with scales, means and seeds. Either all rows are sketched, or real ones alone (a padding row's g is zero);
 - of a configuration for each layer, chosen on two other batches, with the first token's rows kept where that is
   better: the noise is that of real sketches.
 
-Everything is computed in float32; bfloat16 is what the bytes are counted in.
+The computations are in float32; bytes are counted in bfloat16.
 """
 
 from __future__ import annotations

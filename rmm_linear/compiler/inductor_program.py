@@ -6,10 +6,10 @@ partitioner of torch sees the graph, for one may draw random numbers anew in the
 
 Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
 begins, and all that its ops write, fit the budget together. Storages that Inductor is expected to fuse away do not
-count; where the measured peak shows that it did not, the step is compiled again with all of them. Inside of a window
-Inductor fuses as it likes; it fuses nothing across two windows, and computes what a later window reads inside of its
-own window. Random ops are drawn by seeds, so that they can run again in the backward graph; a seed itself is drawn
-once, and kept.
+count; where the measured peak shows that Inductor did not, the step is compiled again with all storages counted. Inside
+of a window Inductor fuses by its own rules; it fuses no ops across two windows, and computes a tensor that a later
+window reads in the tensor's own window. Random ops are drawn by seeds, so that they can run again in the backward
+graph; a seed itself is drawn once, and kept.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 
 The forward part is one node of that graph, and so is each part of the backward part: a chain, which runs from the
 results to the gradients that are ready last. A node's edges lead to the inputs whose gradients its part hands over, and
-to the next part. So it is autograd that accumulates each gradient as soon as it is there, before it goes on with the
-next part, and calls all hooks; that leaves out what nobody asked for (`torch.autograd.grad`); and that adds up what
-reaches a parameter from elsewhere. Nothing of this is done here.
+to the next part. So autograd accumulates each gradient as soon as it is there, before it goes on with the next part,
+calls all hooks, leaves out gradients that `torch.autograd.grad` does not ask for, and adds gradients of a parameter
+from elsewhere.
 """
 
 import itertools
@@ -70,8 +70,8 @@ class Runner:
     def as_captured(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Prepare the gradients that arrived at the results; None for a result that the loss does not depend on.
 
-        They get the dtypes that the program knows, and lie as they did if it can read them so: another layout is
-        another order of summation, and the plain pass has the one in which they arrive.
+        They get the dtypes of the program, and keep their layout where the program can read it: the plain pass sums
+        in the order of the layout in which gradients arrive.
         """
         given: list[Tensor | None] = []
         for tangent, node in zip(tangents, self.capture.tangents, strict=True):
@@ -361,9 +361,9 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 class _Node(torch.autograd.Function):
-    """A part of the backward part; with the first one goes the forward part.
+    """A part of the backward part; the first node also runs the forward part.
 
-    The result of a later one has no contents: the part before it leads here by it.
+    The result of a later node has no contents: it is the edge from the part before.
     """
 
     @staticmethod

@@ -22,8 +22,8 @@ def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
     """Let layers share the sketch of equal inputs with one seed, and tell whether a sketch is shared.
 
     The joint graph, a functional one, is changed in place; fake values of views of merged nodes are not updated. With
-    `keeps_draws` a layer that takes another one's seed draws its own all the same, as in eager mode, so that what is
-    drawn later is the same.
+    `keeps_draws` a layer that takes another one's seed draws its own all the same, as in eager mode, so that
+    later draws are the same.
     """
     first_of: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}

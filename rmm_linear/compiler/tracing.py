@@ -207,7 +207,7 @@ class _Function(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = list(self._arguments)
         for place, tensor, is_leaf in zip(self._places, tensors, self._are_leaves, strict=True):
-            # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+            # torch gives the trace's inputs a history, and autocast casts tensors with a history anew for each use
             if is_leaf and type(tensor.grad_fn).__name__ == "Error":
                 tensor.detach_().requires_grad_()
             arguments[place] = tensor

@@ -38,9 +38,9 @@ def plain_bytes(steps: int, sizes: StepBytes) -> int:
 def plan_of(actions: Iterable[Action], steps: int, sizes: StepBytes) -> BPTTPlan:
     """Return the plan of actions on a sequence of so many steps.
 
-    Its peak counts the states that are held, the one that a step starts from and the one that it makes, and the
-    internals of the steps that are stored or being differentiated; each state once, and the initial and the final one
-    not at all, for they are the caller's. Temporaries of a step are not counted.
+    Its peak counts held states, the states before and after the present step, and the internals of steps that are
+    stored or being differentiated; each state once, and the initial and the final state not at all, for they are
+    the caller's. Temporaries of a step are not counted.
     """
     actions = tuple(actions)
     pinned: Counter[int] = Counter({0: 1})

@@ -7,15 +7,15 @@ storage is written by one op; tensors outside of the budget (parameters, buffers
 The ops come in the order in which the plain program runs them. Of a training step, the ops that depend on the gradient
 of the loss are the backward ones; `results` are the storages that must be there when the forward pass ends (the loss,
 other results of the step, new contents of buffers), `outputs` must be there at the very end. `gradients`
-leave before: each is handed over once no later op needs it. One that is an output as well stays in memory from then on,
-as its parameter's `.grad`; one that is not is gone, since an optimizer takes it in the backward pass, or it is added to
-a gradient that was there before.
+leave before: each is handed over once no later op needs it. A gradient that is an output as well stays in memory from
+then on, as its parameter's `.grad`; another is gone, since an optimizer takes it in the backward pass, or it is added
+to an earlier gradient.
 
 Where storages can be paged, a planner may bring one back in place of computing it again: a copy went to a file or to
 another memory when it was first computed, and a load makes it a storage again. Orders name ops by their numbers; the
 load of storage i has the number `len(ops) + i`.
 
-Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
+This module does not need torch: a graph can be saved as JSON, and planned elsewhere.
 """
 
 import hashlib

@@ -6,7 +6,7 @@ f smoothed by a box of width s. A series of central differences undoes the box, 
 d^2 f = f(u + s) - 2 f(u) + f(u - s), of which one or two terms are taken. Nothing of f must be known for that; in
 contrast to a series of derivatives, it diverges for no s. Of f(u + k s) and f(u - k s) one is drawn and taken twice:
 the mean is the same, the variance a tenth more in the mean over u, and a third of the evaluations of f is saved, which
-are what a reading takes on a GPU.
+take most of the time of a reading on a GPU.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
 So f must be linear above T, and constant below -T. With 4 bits, v is coded in place of u = v + c v^3: steps of u are

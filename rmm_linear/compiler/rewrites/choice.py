@@ -130,8 +130,7 @@ class Choice:
         """Drop codes that free no more bytes than they take, and forward ops that need not run again."""
         scores = [(code, read) for code, read in self.served_by() if attention.is_score(read)]
         needed = {read.reader for code, read in scores if code.bits < 8}
-        # memory is freed by all of its codes together: a minimum cut parts the codes that are worth their bytes from
-        # those that are not
+        # memory is freed by all of its codes together: a minimum cut finds the codes that are worth their bytes
         flow = nx.DiGraph([("bytes freed", "bytes of codes")])
         flow["bytes freed"]["bytes of codes"]["capacity"] = 0
         for node, codes in self.freed().items():

@@ -103,8 +103,9 @@ def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
 def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...]]]:
     """Return a bound of the extra cost, and orders to begin with.
 
-    The forward ops are cut into segments, which are computed again one by one: what crosses them is kept, and what the
-    linear program would keep within them. Without a solver, or if it takes too long, nothing is kept within them.
+    The forward ops are cut into segments, which are computed again one by one: storages that cross them are kept, and
+    storages within them that the linear program would keep. Without a solver, or if it takes too long, no storage
+    within is kept.
     """
     crossing = _crossing(graph)
     orders = [_order_that_keeps(graph, kept) for kept in crossing]

@@ -1,12 +1,13 @@
 """Reversing a chain of stages with few of its states in memory, and how a training graph is seen as such a chain.
 
-A stage is a run of consecutive forward ops. Its *state* is what crosses the cut before it: the storages that it or a
-later stage reads and an earlier one wrote. Its *internals* are what its backward ops read. A plan for the chain is a
-sequence of actions (`Action`), written by the planners of `griewank2000_revolve` and `gruslys2016_bptt`, and read by
-two interpreters: `order_of_actions` here, for graphs, and `rmm_linear.checkpointing.bptt`, which runs a cell.
+A stage is a run of consecutive forward ops. Its *state* are the storages that cross the cut before it: it or a
+later stage reads them, and an earlier stage wrote them. Its *internals* are the storages that its backward ops read. A
+plan for the chain is a sequence of actions (`Action`), written by the planners of `griewank2000_revolve` and
+`gruslys2016_bptt`, and read by two interpreters: `order_of_actions` here, for graphs, and
+`rmm_linear.checkpointing.bptt`, which runs a cell.
 
-Nothing is assumed of the graph. What is in no state because it skips over cuts or belongs to two stages is brought
-back from whatever is there: a poor choice of cuts costs time and memory, which the simulator sees, and never validity.
+The graph may be any. A storage that is in no state, because it skips over cuts or belongs to two stages, is computed
+from the storages in memory: a poor choice of cuts costs time and memory, which the simulator counts, and stays valid.
 """
 
 from bisect import bisect_left
@@ -133,7 +134,7 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
     """Return the counts from 1 to `most`, rising, or some of them if there are more than `all_up_to`.
 
-    Those are about `number`, a constant factor apart, 1 and `most` among them.
+    These are about `number` counts, a constant factor apart, 1 and `most` among them.
     """
     if most <= all_up_to:
         return list(range(1, most + 1))

@@ -25,7 +25,7 @@ def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tupl
     """Cut wherever a segment would exceed a cap of bytes, unless one op alone does: Algorithm 3 of the paper.
 
     `prices` are the prices of a cut before each op, and after the last. Each cut is at the cheapest place of the last
-    half of what fits, the last one of these.
+    half of the ops that fit, the last of equal places.
     """
     cuts: list[int] = []
     start, held = 0, 0

@@ -19,8 +19,8 @@ A recurrent net of t steps is reversed with m places in memory. Three policies k
                                        y + C(t - y, m - 1) + C(y, m)               for 1 <= y < t, if m >= 1
                                        y + C(t - y, m - alpha) + C(y - 1, m)       for 1 <= y <= t, if m >= alpha
 
-C counts forward steps; backward ones are t in any case. An internal state also holds the state that its step starts
-from. Where that one is kept anyway it costs nothing, or else one more place: `input_units=1` counts it so, which is
+C counts forward steps; the backward steps are t in any case. An internal state also holds the state that its step
+starts from. Where that state is kept anyway it takes no place, or else one more: `input_units=1` counts it so, which is
 needed by the executor `rmm_linear.checkpointing.bptt` to keep its peak to the byte; 0 is the paper's.
 """
 

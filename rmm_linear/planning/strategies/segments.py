@@ -1,8 +1,8 @@
 """Recomputation by segments, on which most published planners decide, for graphs of real training steps.
 
-The forward ops are cut into segments, one after the other. What a later segment reads stays in memory until the
-backward pass; all else of a segment goes after its last use, and is computed again, the segment as one, when the first
-backward op asks for a part of it. Only storages that backward ops read are computed again.
+The forward ops are cut into segments, one after the other. Storages that a later segment reads stay in memory until
+the backward pass; all other storages of a segment go after their last use, and are computed again, the segment as one,
+when the first backward op asks for a part of it. Only storages that backward ops read are computed again.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -3,16 +3,16 @@
 Free bytes at two addresses do not make one free block. DTR (`kirisame2021_dtr`) evicts by the storages alone, and so
 frees pieces here and there, until by chance a hole is large enough. Coop evicts contiguous storages: all storages are
 in one arena, and where no hole fits, a window slides over the arena in the order of addresses. Of all windows of
-evictable storages and holes that are large enough, the one of the least sum of
+evictable storages and holes that are large enough, the window of the least sum of
 
     h = (cost + cost of its evicted neighbourhood) / staleness
 
-is evicted, without a division by bytes: the window's size is what is asked for. Storages that are dear to compute again
-are placed from the low end of the arena, cheap ones from the high end, so that cheap ones lie beside each other.
-Storages are dear here where their cost per byte is above the graph's.
+is evicted, without a division by bytes: all windows have the size that is needed. Storages that are dear to compute
+again are placed from the low end of the arena, cheap ones from the high end, so that cheap storages lie beside each
+other. Storages are dear here where their cost per byte is above the graph's.
 
 The paper's third part, in-place updates that can be computed again, keeps parameters at their address; here parameters
-are outside of the arena, and captured steps have no in-place ops. A schedule has no addresses either: what is proposed
+are outside of the arena, and captured steps have no in-place ops. A schedule has no addresses either: the proposals
 are the orders that the policy takes in arenas of many sizes.
 """
 
