@@ -1,4 +1,4 @@
-"""Train within a budget of bytes: plan the step, see what the plan says, train as before with exact gradients."""
+"""Train within a budget of bytes: plan the step, print the plan, train as before with exact gradients."""
 
 import torch
 from torch import nn

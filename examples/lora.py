@@ -1,4 +1,4 @@
-"""Train LoRA adapters: their inputs are most of what the model keeps, and a sketch keeps a part of them."""
+"""Train LoRA adapters: the model keeps their inputs for the backward pass, and a sketch keeps a part of them."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +9,7 @@ from rmm_linear.memory import SavedTensors
 
 
 def kept_bytes(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """Return what a training step's forward pass keeps beside the parameters."""
+    """Return the bytes that a training step's forward pass keeps beside the parameters."""
     with SavedTensors(model) as saved:
         loss = model(input_ids=tokens, labels=tokens).loss
     del loss
@@ -27,7 +27,7 @@ def main(steps: int = 5) -> tuple[int, int]:
     tokens = torch.randint(0, 100, (8, 64))
 
     before = kept_bytes(model, tokens)
-    # the frozen layers around the adapters keep nothing in any case
+    # the frozen layers around the adapters keep no input
     convert_linears(model, ratio=0.2, target_modules=["lora_A"])
     after = kept_bytes(model, tokens)
 
@@ -41,4 +41,4 @@ def main(steps: int = 5) -> tuple[int, int]:
 
 if __name__ == "__main__":
     exact, sketched = main()
-    print(f"{exact / 2**20:.2f} MiB are kept with exact adapters, {sketched / 2**20:.2f} MiB with sketched ones")
+    print(f"{exact / 2**20:.2f} MiB are kept with exact adapters, {sketched / 2**20:.2f} MiB with sketched adapters")

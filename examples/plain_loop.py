@@ -1,4 +1,4 @@
-"""Train with a loop of your own: convert the model, look at what is kept, train as before."""
+"""Train with a loop of your own: convert the model, print the kept bytes, train as before."""
 
 import torch
 from torch import nn

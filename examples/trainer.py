@@ -1,4 +1,4 @@
-"""Train with the Trainer of transformers: one callback converts the model, and logs what is kept and how noisy."""
+"""Train with the Trainer of transformers: one callback converts the model, and logs kept bytes and noise."""
 
 import tempfile
 

@@ -20,7 +20,7 @@ def percent(fraction: float | None, sign: str = "") -> str:
 
 
 def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """Return a text with what makes each block's content between its markers.
+    """Return a text with each block's new content between its markers.
 
     Raises:
         ValueError: If a block has no markers.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 class HarnessError(ValueError):
-    """A mistake in what the user asked for or supplied; it may come from any function of experiments.
+    """A mistake in the user's options or files; any function of experiments may raise it.
 
     The command line prints it as one line, without a traceback.
     """
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         """Parse the command line, and do the work with its options.
 
         Returns:
-            The exit status: the work's or 0; after a `HarnessError` 2, and a line on stderr tells what to put right.
+            The exit status: the work's or 0; after a `HarnessError` 2, and a line on stderr that names the mistake.
         """
         try:
             return work(self.parse_args(arguments)) or 0

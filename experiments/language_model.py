@@ -1,4 +1,4 @@
-"""A small Llama from scratch on packed text: what noise in the gradient does to the loss of a language model.
+"""A small Llama from scratch on packed text: the loss of a language model over the noise in its gradient.
 
     python -m experiments.language_model            # every run that is missing, then the table and the figure
     python -m experiments.language_model --report   # table and figure of the rows that are there
@@ -236,13 +236,16 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
             ]
         )
     first = next(iter(exact.values()))
+    shown = [row for method in METHODS for row in _of_method(rows, method).values()]
     return (
         table(["method", "keeps", "noise", "validation loss of each seed", "minus exact"], lines)
         + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; the last"
         " column is the mean difference between runs of the same seed ± half of its 95 % interval. For"
         " codes, the plan counts the kept bytes at the end of the forward pass. Noise: the variance that the method"
         " adds to the whole gradient over the minibatch's own, mean of three times in the training."
-        f" {first['hardware']['cpu']}, torch {first['versions']['torch']}."
+        f" {first['hardware']['cpu']}, torch {first['versions']['torch']}; {len(shown)} runs of"
+        f" {len({row['commit'] for row in shown})} commits, {sum(row['modified'] for row in shown)} of them with"
+        " changes. Times are left out, for runs of one method differ up to fourfold."
     )
 
 

@@ -3,9 +3,9 @@
     git clone https://github.com/skolai/fewbit FEWBIT; git clone https://github.com/zirui-ray-liu/WTACRS WTACRS
     python -m experiments.peers --fewbit FEWBIT --wtacrs WTACRS
 
-Their code is loaded from these folders, and nothing of it is part of this project. x and g are those of a layer of a
+Their code is loaded from these folders, and is no part of this project. x and g come from a layer of a
 small Llama after some steps on text (`experiments.language_model`). The slope of an estimate is its product with the
-exact gradient over that gradient's square: its mean is 1 for an unbiased one.
+exact gradient over that gradient's square: its mean is 1 for an unbiased estimate.
 """
 
 from __future__ import annotations

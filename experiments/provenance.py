@@ -23,7 +23,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this library and of what it ran on."""
+    """Versions of Python, of this library and of its dependencies."""
     found = {"python": platform.python_version(), "rmm_linear": rmm_linear.__version__}
     return found | {package: metadata.version(package) for package in _PACKAGES}
 

@@ -1,6 +1,6 @@
 """Fill the tables of README.md and docs/ from the committed results: `python -m experiments.readme`, or `--check` them.
 
-A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`; what is typed there by hand is replaced.
+A table stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`, where typed text is replaced.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from experiments.language_model import read_rows as language_model_rows
 from experiments.memory.report import FILE, summary_table
 from experiments.peers import peers_table
 from experiments.rows import read_rows
-from experiments.which_tool import which_table
+from experiments.which_tool import gpu_table, which_table
 
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -72,7 +72,7 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     which = functools.partial(which_table, checkpointing.RESULTS, MEMORY, sketch_noise.FILE, BENCHMARKS)
     budget = {"bounds": _of(checkpointing.bounds_table), "growth": _of(checkpointing.growth_table)}
     return {
-        README: {"which": which},
+        README: {"which": which, "gpu": _of(gpu_table)},
         RESULTS: results,
         DOCS / "codes.md": {"codes": _of(checkpointing.codes_table)},
         DOCS / "budget.md": budget,
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not check:
             page.write_text(new)
         elif new != text:
-            print(f"{page.name} does not say what the results say; run python -m experiments.readme", file=sys.stderr)
+            print(f"{page.name} differs from the committed results; run python -m experiments.readme", file=sys.stderr)
             changed = 1
     return changed
 

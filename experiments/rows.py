@@ -40,7 +40,7 @@ def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its exp
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, order: Sequence[str] = ()) -> None:
-    """Write at least one row; if `order` lists the models, rows that the file has of models without new ones stay."""
+    """Write at least one row; if `order` lists the models, the file's rows of models without new rows stay."""
     if order and path.exists():
         new = {row["model"] for row in rows}
         rows = [*(row for row in read_rows(path) if row["model"] not in new), *rows]

@@ -1,4 +1,4 @@
-"""The table "Which tool when" of README.md, from committed results."""
+"""The tables of "Which tool when" in README.md, from committed results."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from experiments.blocks import table
 from experiments.checkpointing.report import BLOCKS, COMPILED, EAGER, EXACT, INDUCTOR, read_compiled, size_of
 from experiments.glue.sketch_noise import ALL_ROWS, ONE_FOR_ALL
 from experiments.memory.report import method_name
-from experiments.rows import read_rows
+from experiments.rows import grouped, read_rows
 
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
 STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
@@ -23,6 +23,8 @@ LAYER = {
     "center": True,
     "ratio": 0.5,
 }
+# The step on a GPU that others are compared with: torch.compile with checkpoints in each block.
+CHECKPOINTED = "both"
 # A plan that takes no time takes at most so much of the eager step's.
 NO_TIME = 1.02
 _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
@@ -30,7 +32,7 @@ _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
 
 def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Path) -> str:
-    """Return a table of what each tool takes and saves, and how it was measured."""
+    """Return a table of each tool's memory, time and noise, and a sentence on the measurements."""
     rows = [row for row in read_compiled(checkpointing) if row["model"] == STEP]
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
     blocks = {row["method"]: row for row in rows if row["setting"] == BLOCKS}
@@ -39,8 +41,8 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         ("exact gradients, no time lost", _PLAN, _least(rows, eager["step_s"] * NO_TIME)),
         ("exact gradients, little memory", _PLAN, _fastest(rows, INDUCTOR, least_bytes)),
         ("the same, bit for bit", "`checkpoint_model(model, batch, budget=...)`", _fastest(rows, EXACT, least_bytes)),
-        ("(in their place)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
-        ("(in their place)", "the same under `torch.compile`", blocks[COMPILED]),
+        ("(for comparison)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
+        ("(for comparison)", "the same under `torch.compile`", blocks[COMPILED]),
     ]
     coded = {row["method"]: row for row in read_rows(checkpointing / "codes.csv") if row["model"] == CODED}
     first = coded[EAGER]
@@ -72,7 +74,7 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         lines.append([want, call, f"keeps {100 * share:.0f} %", time, variance])
     config, (coded_layers, width) = json.loads(eager["config"]), size_of(first)
     told = (
-        "Peak and time are of a whole step, over eager mode's: a RoBERTa of"
+        "Peak and time are those of a whole step, over eager mode's: a RoBERTa of"
         f" {config['num_hidden_layers']} layers of {config['hidden_size']}, batch {eager['batch']} x {eager['size']},"
         f" {eager['hardware']}, torch {eager['torch']}; with `fit` and codes a RoBERTa of"
         f" {coded_layers} layers of {width}, batch {first['batch']} x {first['size']}, whose noise is the variance of"
@@ -80,9 +82,45 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         f' "Keeps" is of what {KEPT}'
         f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
         " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
-        " layers. All are measured; [docs/results.md](docs/results.md) has more."
+        " layers. [docs/results.md](docs/results.md) has more measurements."
     )
     return f"{table(['you want', 'call', 'memory', 'time', 'noise'], lines)}\n\n{told}"
+
+
+def gpu_table(checkpointing: Path) -> str:
+    """Return a table of steps on a GPU, over torch.compile's with checkpoints in each block."""
+    rows = [row for row in read_rows(checkpointing / "codes-cuda.csv") if row["peak_bytes"] is not None]
+    lines = []
+    for own in grouped(rows, "model").values():
+        ways = {row["method"]: row for row in own}
+        if CHECKPOINTED not in ways:
+            continue
+        time, activations = _on_gpu(ways[CHECKPOINTED])
+        over = {way: (_on_gpu(row)[0] / time, _on_gpu(row)[1] / activations) for way, row in ways.items()}
+        fits = [way for way in over if way.startswith("fit ")]
+        # the fastest plan of a budget by hand that takes no more activations than the checkpoints
+        plans = [way for way in over if way.startswith("budget ") and over[way][1] <= 1]
+        shown = (fits, sorted(plans, key=lambda way: over[way][0])[:1], ["8 bits"])
+        cells = ["; ".join(_gpu_cell(way, *over[way]) for way in found) or "-" for found in shown]
+        layers, width = size_of(own[0])
+        lines.append([f"{own[0]['model']}, {layers} layers of {width}", *cells])
+    first = rows[0]
+    told = (
+        "Each cell has the time in kernels and the peak of activations, both over those of `torch.compile` with"
+        f" checkpoints in each block; {first['hardware']}, torch {first['torch']}, {first['precision']}. The column"
+        ' "plan" has the fastest measured plan of no more activations.'
+    )
+    return f"{table(['model', '`fit`', 'plan', '8 bits'], lines)}\n\n{told} [docs/gpu.md](docs/gpu.md) has all steps."
+
+
+def _on_gpu(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the time in kernels over the eager step's of the same process, and the peak of activations in bytes."""
+    return row["kernels_s"] / row["eager_kernels_s"], row["activation_peak_bytes"]
+
+
+def _gpu_cell(way: str, time: float, activations: float) -> str:
+    _, _, budget = way.partition(" ")
+    return f"{time:.2f}, {activations:.2f}" + (f" ({budget})" if budget.endswith("%") else "")
 
 
 def _least(rows: Sequence[dict[str, Any]], most_s: float) -> Mapping[str, Any]:

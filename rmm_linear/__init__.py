@@ -1,4 +1,4 @@
-"""Train Transformers with far less activation memory: linear layers that keep a sketch of their input.
+"""Train Transformers with less activation memory: sketched linear layers, codes, and planned steps.
 
     model = convert_linears(model, ratio=0.5)
 

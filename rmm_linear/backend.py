@@ -81,7 +81,7 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
 
     Args:
         choice: "auto" for kernels where they run; "torch" for plain torch everywhere; "triton" for kernels, or an
-            error. float64, and sketches that have no kernel, run in plain torch whatever is chosen.
+            error. float64, and sketches that have no kernel, run in plain torch in any case.
 
     Raises:
         ValueError: If it is none of these.

@@ -46,7 +46,7 @@ class RMMConfig:
             a reading of the input and one of the gradient for their means.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
             and much noise to add.
-        storage: Hold what is kept in "int8", "int4" or "int2", rounded at random and so still unbiased, or None to hold
+        storage: Round the sketch to "int8", "int4" or "int2" at random, without bias, or None to hold
             it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
             `ratio` and `min_rows` refer to the others then (`rmm_linear.padding`).

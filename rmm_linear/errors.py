@@ -16,8 +16,8 @@ class DoubleBackwardError(RMMError, RuntimeError):
 class TracingError(RMMError, RuntimeError):
     """Raised when a sketched layer in training mode is exported or traced into a graph.
 
-    Such a graph holds the forward pass alone: what is trained from it would be an exact layer, without a word. Use eval
-    mode, or `revert_linears`; `torch.compile` captures the backward pass as well, and is fine.
+    Such a graph holds the forward pass alone: a model trained from it would have exact layers, without a warning. Use
+    eval mode, or `revert_linears`; `torch.compile` captures the backward pass as well, and is fine.
     """
 
 
@@ -60,7 +60,7 @@ class MissingCompilerError(RMMError, RuntimeError):
 
 
 class ScheduleError(RMMError, ValueError):
-    """A schedule can't run, or would not compute what the plain program computes.
+    """A schedule can't run, or would not compute the plain program's results.
 
     Attributes:
         step: The step that is wrong, None if it is no single one.

@@ -5,9 +5,9 @@
     plan = fit(model, batch, noise=0.5)                     # without a budget: noise buys time
 
 The step is captured exact, and with codes of its tensors in 8 and 4 bits (`rmm_linear.compiler.rewrites`), until one of
-these fits the budget with nothing computed twice. Each is planned within the budget: what is not kept is computed again
-(`rmm_linear.planning`). Where much noise is allowed, so are weight gradients from sketches, which take less time. The
-one of the least predicted time is taken whose noise, measured on the sample, is within the limit.
+these fits the budget without recomputation. Each is planned within the budget: tensors that are not kept are computed
+again (`rmm_linear.planning`). Where much noise is allowed, so are weight gradients from sketches, which take less time.
+`fit` takes the step of the least predicted time whose noise, measured on the sample, is within the limit.
 """
 
 import contextlib
@@ -74,18 +74,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` chose, and what else there was.
+    """The step that `fit` chose, and the other candidates.
 
     Attributes:
         model: The model.
-        step: What runs the model's training steps.
+        step: The callable that runs the model's training steps.
         chosen: How its steps run.
         candidates: All that was tried, in the order of predicted time.
         plain: The exact step without a budget.
         budget_bytes: The budget; None if there is none.
         noise_limit: The limit.
         executor: See `fit`.
-        bounds: For each kind of codes that was tried, what bounds the time of mixtures with recomputation.
+        bounds: For each kind of codes that was tried, a bound of the time of mixtures with recomputation.
         least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
             prices of ops and codes, over the exact step without a budget; None if no codes were tried, or scipy, which
             finds it out, is not installed.
@@ -109,7 +109,7 @@ class Fit:
 
     @property
     def plan(self) -> CheckpointPlan:
-        """What is kept, coded and computed again: as it was compiled, once a step was."""
+        """The plan of kept, coded and recomputed tensors: the compiled step's, once a step has run."""
         assert self.chosen.plan is not None
         return next(iter(self.step.plans), self.chosen.plan)
 
@@ -127,7 +127,7 @@ class Fit:
         return json.dumps(self.options)
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, and the peaks and times of all that was tried.
+        """Draw the bytes in memory over the step, and the peaks and times of all candidates.
 
         The file's suffix says the format.
 
@@ -257,22 +257,22 @@ def fit(
     random states are afterwards as they were; Python's own random state, and the gradients of other parameters that
     `loss_fn` uses, are not. The first training step compiles the plan. The plan and its budget are of the model's call
     alone: a loss that `loss_fn` computes beside it comes on top. Gradients are exact where neither codes nor sketches
-    are needed, and unbiased otherwise; docs/codes.md names what is biased, and by how much. Batches of other shapes are
+    are needed, and unbiased otherwise; docs/codes.md names the biases and their sizes. Batches of other shapes are
     planned for the same number of bytes when they first come; their noise is not measured.
 
     Args:
         model: The model, in the mode in which it is trained. With an executor, it may be on the meta device: it is
-            planned as if it were on the CPU, and for the least time, whatever the noise is, for nothing is measured.
-        sample: A batch: what `loss_fn` takes; without one, a mapping of the model's keyword arguments, a tuple of
-            positional ones, or a single one.
+            planned as if it were on the CPU, and for the least time: its noise is not measured.
+        sample: A batch: the second argument of `loss_fn`; without `loss_fn`, a mapping of keyword arguments, a tuple of
+            positional arguments, or a single argument.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
-            "60%" (or 0.6) of what the exact captured step takes without a plan. None for no limit.
+            "60%" (or 0.6) of the exact captured step's peak without a plan. None for no limit.
         noise: Most that the variance of a gradient over the draws of codes and sketches may be of its variance over
             minibatches of the sample's size, and dropout; 0 for exact gradients. Parts of the sample are minibatches:
             its first dimension counts examples.
         loss_fn: Called as `loss_fn(model, batch)` with the sample and parts of it, returns the loss; None if the model
             returns it, as a tensor or as `.loss`. With an executor, the loss is needed only where noise is measured.
-        allow: What may be done: "recompute", "code" and "sketch". Batches of other shapes, and steps that Inductor
+        allow: The allowed means: "recompute", "code" and "sketch". Batches of other shapes, and steps that Inductor
             compiles to a higher peak than planned, are recomputed in part where they would not fit otherwise. And
             "page", by the executor "exact" alone: tensors of steps of up to 500 ops may be moved to `page_to` and
             loaded again, where that takes less time than other plans.
@@ -284,13 +284,13 @@ def fit(
         page_to: A folder, or "host" for the host's memory, where "page" is allowed.
 
     Returns:
-        What was chosen; print it. `remove()` undoes it.
+        The chosen step; print it. `remove()` undoes it.
 
     Raises:
         InfeasibleBudgetError: If no plan fits; it names the least budget that was found. The step of a later batch of
             another shape, which has no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
-        ValueError: If an argument is none that it can be, the model is planned or compiled already, or the noise can't
+        ValueError: If an argument is invalid, the model is planned or compiled already, or the noise can't
             be measured with the sample.
         ImportError: If "page" is allowed, and scipy is missing.
 

@@ -12,8 +12,8 @@ draw a random S (rows, rank) with E[S S^T] = I, keep S^T x (rank, in), and form
 
     grad_weight ~ (S^T g)^T (S^T x) = g^T (S S^T) x,        whose mean is g^T x
 
-This is unbiased noise, of the kind that minibatches add anyway; how much depends on the sketch (each one's file derives
-its variance) and falls with the ratio rank / rows. Everything else stays as it was: output and grad_input are bit-equal
+The noise is unbiased, as that of minibatches is; its variance depends on the sketch (each sketch's file derives
+it) and falls with the ratio rank / rows. Everything else stays as it was: output and grad_input are bit-equal
 to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact (on a GPU up to the rounding of
 another order of summation: one reading of g serves it and the sketch).
 
@@ -21,7 +21,7 @@ S is never stored. It is a function of a 64-bit seed, one for CPUs and one for G
 an op of our own and saved as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler can't
 draw it twice.
 
-What happens where:
+The modules:
 
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
     producers         says whether the operation that made x keeps it anyway: the layer then keeps x itself
@@ -32,7 +32,7 @@ What happens where:
     _compiled         the same for compilers, which see one operator
     _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
     ops               the opaque operators: draw_seed, compress, grad_weight
-    sketches          what compress and grad_weight do
+    sketches          the computations of compress and grad_weight
 """
 
 from typing import Any, NamedTuple
@@ -94,9 +94,9 @@ def linear(
 
     Output and grad_input are bit-equal to `torch.nn.functional.linear`, grad_bias is exact, and grad_weight is
     unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1 without a storage,
-    below `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`; and where what
-    made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would free
-    nothing. Autocast is followed as there.
+    below `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`; and where the
+    op that made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would
+    free nothing. Autocast is followed as there.
 
     Under `torch.no_grad` a seed is drawn all the same: reentrant checkpointing runs its first forward so, and dropout
     after this layer must find the generator in the same state in both passes. Compilers drop draws that are not used,
@@ -124,8 +124,8 @@ def linear(
         seed: 64-bit seed of S: an int, or a 0-d int64 tensor on x's device. Drawn from the device's default
             generator if None. Two layers that share a seed share S.
         valid_rows: Rows that are sketched; the others are padding, whose gradient is zero: should it not be, the
-            estimate is unbiased all the same, and noisy (see `rmm_linear.padding`). All rows if None. Used whatever
-            `config.skip_padding` says, which is about the model's own mask.
+            estimate is unbiased all the same, and noisy (see `rmm_linear.padding`). All rows if None. Used for any
+            `config.skip_padding`, which is about the model's own mask.
         rows_check: Looks in the backward passes whether the rows left out carry no gradient: a layer's own. None checks
             only if `valid_rows` asks for it.
         shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the

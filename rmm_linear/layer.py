@@ -22,7 +22,7 @@ from rmm_linear.sharing import current_groups
 
 
 class SketchedLayer(nn.Module):
-    """What every converted layer is, beside an instance of the class that it was before.
+    """The base class of converted layers, which stay instances of their former class.
 
     Attributes:
         rmm_config: How the layer sketches; may be replaced at any time.

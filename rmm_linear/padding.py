@@ -236,7 +236,8 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
     Warning:
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
-        noisy, though not biased. Each layer checks it until it has seen that it is so; `check=True` checks it always.
+        noisy, though not biased. Each layer checks its backward passes until one has shown no such gradient;
+        `check=True` checks all.
 
     Examples:
         >>> import torch

@@ -1,1 +1,1 @@
-"""Checkpointing by published planners: what they promise, and what is measured."""
+"""Checkpointing by published planners: their plans, and measurements."""

@@ -23,7 +23,7 @@ class Lifetime(NamedTuple):
     """The time for which a piece of memory is there.
 
     Attributes:
-        name: Number of the storage; -1 for what an op takes while it runs.
+        name: Number of the storage; -1 for an op's temporaries.
         first: The computation before which it is allocated.
         end: The computation before which it is free again.
         size_bytes: Its size, more than 0.
@@ -50,7 +50,7 @@ class Arena(NamedTuple):
 
 
 def lifetimes(graph: Graph, order: Sequence[int]) -> list[Lifetime]:
-    """Say what an order of ops, with repetitions, has in memory, and when."""
+    """Return the intervals in which an order of ops, with repetitions, has storages in memory."""
     found, since = [], dict[int, int]()
     for place, (op, freed) in enumerate(zip(order, frees_of_order(graph, order), strict=True)):
         written = graph.ops[op].writes

@@ -23,9 +23,9 @@ def with_backward(forward: Graph) -> Graph:
     """Add a backward pass to a forward graph of nodes that write one storage each.
 
     The gradient of a node is as large as its storage, costs as much as the node, and is computed from the gradients of
-    the nodes that read it, from all that these read, and from what these wrote; that of a node which nobody reads from
-    its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one. The
-    last storages of the forward part are results, gradients of nodes that read nothing are outputs.
+    the nodes that read it, from all that these read, and from their results; the gradient of a node without readers
+    from its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one.
+    The last storages of the forward part are results, gradients of nodes that read nothing are outputs.
 
     Raises:
         ValueError: If there are backward ops already, or an op writes more than one storage or none.
@@ -62,13 +62,13 @@ def with_backward(forward: Graph) -> Graph:
 
 
 def chain(sizes: Sequence[int], costs: Sequence[float] | None = None) -> Graph:
-    """Make a forward chain: each node reads the one before; each takes the time 1 if there are no costs."""
+    """Make a forward chain: each node reads the node before, and takes the time 1 if there are no costs."""
     edges = [(node, node + 1) for node in range(len(sizes) - 1)]
     return of_edges([1.0] * len(sizes) if costs is None else costs, sizes, edges)
 
 
 def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
-    """Make a forward U: on each level, the way up reads what the way down wrote, as in a U-Net.
+    """Make a forward U: on each level, the way up reads the results of the way down, as in a U-Net.
 
     It has 2 depth + 1 nodes. A storage of the top level has `size` bytes, and each level below has half as many.
     """

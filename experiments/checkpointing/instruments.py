@@ -1,4 +1,4 @@
-"""What a training step takes: bytes at the peak, FLOPs, time. These instruments share nothing with the simulator."""
+"""Instruments for a training step's peak, FLOPs and time, which share no code with the simulator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def flops_of(step: Callable[[], Any]) -> int:
 
 
 def gpu_peak(step: Callable[[], Any]) -> int:
-    """Measure the bytes that CUDA's allocator has given out at the peak of a step, beyond those before."""
+    """Measure the bytes that CUDA's allocator has given out at the peak of a step, beyond the bytes before it."""
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -76,11 +76,11 @@ def kernel_seconds(step: Callable[[], Any], *, steps: int = 3) -> float:
 
 
 def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
-    """Measure the peak of a step by the log of the CPU allocator, with what kernels hold for themselves and without.
+    """Measure the peak of a step by the log of the CPU allocator, with workspaces of kernels and without.
 
     Returns:
-        Bytes allocated at the peak, beyond those that were allocated before; and the same of what outlives the op that
-        allocates it, which is what plans know of.
+        Bytes allocated at the peak, beyond the bytes allocated before; and the same of memory that outlives the op that
+        allocates it, which plans count.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:

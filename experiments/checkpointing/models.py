@@ -131,7 +131,7 @@ class _Inception(nn.ModuleList):
             [
                 _conv(inputs, one, 1),
                 nn.Sequential(_conv(inputs, before_three, 1), _conv(before_three, three, 3, padding=1)),
-                # 3x3 where the paper has 5x5, as in torchvision: the published number of parameters is that one's
+                # 3x3 where the paper has 5x5, as in torchvision, which has the published number of parameters
                 nn.Sequential(_conv(inputs, before_five, 1), _conv(before_five, five, 3, padding=1)),
                 nn.Sequential(nn.MaxPool2d(3, 1, 1), _conv(inputs, pooled, 1)),
             ]
@@ -188,7 +188,7 @@ class GoogLeNet(nn.Module):
         self.head = nn.Sequential(_Mean(), nn.Dropout(0.2), nn.Linear(inputs, _CLASSES))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return the outputs of the last classifier and of those in the middle."""
+        """Return the outputs of the last classifier and of the classifiers in the middle."""
         x, outputs = self.stem(x), []
         for place, stage in enumerate(self.stages):
             x = stage(x)
@@ -311,7 +311,7 @@ class Shape:
     """A size of a model and of its batch.
 
     Attributes:
-        options: What the model is built with.
+        options: Arguments of the model's constructor.
         batch: Examples.
         size: Pixels of a side, tokens, or steps.
         is_padded: Whether a mask says that sentences are shorter than `size`, down to half of it.
@@ -332,7 +332,7 @@ class Workload:
         build: Makes the model of a shape's options, in training mode.
         sample: Makes a batch: (model, batch, size) to tensors.
         step: Called as `step(model, **batch)`, returns the loss.
-        shapes: Sizes by what they are for. "published" is planned only, "small" runs op by op, "compiled" and "codes"
+        shapes: Sizes by use. "published" is planned only, "small" runs op by op, "compiled" and "codes"
             are those of `steps.py`, "codes, cuda" the last on a GPU.
         published: Its name at the published size, where that is another one.
         blocks: Pattern of the names of modules that users checkpoint one by one; None where

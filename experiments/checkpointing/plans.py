@@ -1,15 +1,15 @@
 """Plan captured steps, and run nothing: `python -m experiments.checkpointing.plans KIND`.
 
-Each model is captured at its published size without contents, which takes no memory.
+Each model is captured at its published size on the meta device, which takes no memory.
 
-- `strategies`: what every strategy plans, budget by budget.
-- `bounds`: what `auto` plans beside the linear program's bound of any plan.
+- `strategies`: the plans of every strategy, budget by budget.
+- `bounds`: the plans of `auto` beside the linear program's bound of any plan.
 - `growth`: the seconds that `auto` takes for small and large graphs, without the capture: chains of random costs,
   U-shapes, and RoBERTa of 12 and 48 layers. These are seconds of this process on the processor.
 - `arenas`: the least arenas of two online policies, DTR and Coop, which evict in one arena in the order of addresses,
-  for arenas of 1.5 down to .025 of the plain peak: an arena that is met does not mean that larger ones are. And the
-  arena that OLLA's best-fit addresses of the plain program take.
-- `energy`: time and energy of POET's plans on the devices of devices.csv, and of paging and of computing again alone.
+  for arenas of 1.5 down to .025 of the plain peak: an arena that is met does not mean that all larger arenas are. And
+  the arena that OLLA's best-fit addresses of the plain program take.
+- `energy`: time and energy of POET's plans on the devices of devices.csv, and of paging alone and recomputation alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .arenas import DtrInArena, arena_for, least_arena, lifetimes
 from .models import Shape, Workload, of_shape
 from .report import RESULTS, write_report
 
-# it proposes what all others propose
+# `auto` proposes the orders of all others
 _ALL_OTHERS = "auto"
 # budgets in percent of the plain peak
 BOUNDS_PERCENTS, GROWTH_PERCENTS, ENERGY_PERCENTS = (80, 60, 40, 25, 15), (75, 50, 25), (80, 60, 40)

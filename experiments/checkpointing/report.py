@@ -39,7 +39,7 @@ _STEADY = 1.15
 _ONE_FORWARD = 1 / 3
 # of a figure: DTR computes some ops many times near the least peak
 _MOST_EXTRA = 40
-# an unrolled loop has more: planning times of those stand in a line of their own
+# an unrolled loop has more ops: its planning times have a line of their own
 _MANY_OPS = 10_000
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
 _PUBLISHED = {
@@ -84,7 +84,7 @@ def strategies_table(folder: Path) -> str:
 
 
 def solvers_table(folder: Path) -> str:
-    """Return what budgets cost with each solver and online policy, and with the best of the others: a line each."""
+    """Return the time at each budget by each solver and online policy, and by the best of the others: a line each."""
     lines = []
     for model, rows in grouped(read_rows(folder / "frontiers.csv"), "model").items():
         for row in rows:
@@ -127,7 +127,7 @@ def planners_block(folder: Path) -> str:
 
 
 def draw_planners(rows: Rows, path: Path) -> None:
-    """Draw a panel a model: what each strategy's plans cost against the peak that they were measured to take."""
+    """Draw a panel a model: the extra time of each strategy's plans against their measured peaks."""
     models, names = grouped([row for row in rows if row["extra_cost"] is not None], "model"), grouped(rows, "strategy")
     figure = Figure(figsize=(4.4 * len(models) + 2.2, 4.2), layout="constrained")
     grid = figure.subplots(1, len(models), squeeze=False, sharey=True)
@@ -231,7 +231,7 @@ def _of(rows: Rows, family: str) -> list[Row]:
 
 
 def eager_table(folder: Path) -> str:
-    """Return, for what users have without a planner, the FLOPs that a plan of the same peak computes more."""
+    """Return, for the tools that torch has, the extra FLOPs of a plan of the same peak."""
     lines = []
     for model, rows in grouped(read_rows(folder / "eager.csv"), "model").items():
         eager, plans = _of(rows, EAGER)[0]["tensors_peak_bytes"], _of(rows, EXACT)
@@ -287,7 +287,7 @@ def _ratios(rows: Rows, rivals: Rows) -> Iterator[float]:
 
 
 def _compiled_table(rows: Rows) -> str:
-    """Return plans beside what torch.compile has, a line a model."""
+    """Return plans beside torch.compile's own ways, a line a model."""
     lines = []
     for model, own in grouped(rows, "model").items():
         (eager,), (unlimited,) = _of(own, EAGER), _of(own, COMPILED)
@@ -419,7 +419,7 @@ def origins(folder: Path) -> str:
     return "\n".join(lines)
 
 
-# block of this experiment's page -> the results file that it needs, and what makes it
+# block of this experiment's page -> the results file that it needs, and its function
 MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "strategies": ("frontiers", strategies_table),
     "solvers": ("frontiers", solvers_table),

@@ -4,7 +4,7 @@ Each way of running a model's step has a copy of the model. All ways are compile
 gradients are taken; then their steps are timed by turns. The peak is that of torch's profiler over one step (on a GPU
 of the allocator): it counts all that torch allocates beside the parameters and the batch, gradients included.
 
-- `eager`: what users have without a planner, op by op: torch.utils.checkpoint in each block, and torch's
+- `eager`: torch's own ways beside plans, op by op: torch.utils.checkpoint in each block, and torch's
   `activation_memory_budget` by the backend "aot_eager", which fuses nothing. FLOPs are counted, and nothing is timed.
 - `planners`: plans of every strategy within parts of the plain peak, each run op by op. POET is left out, for without
   pages its program is Checkmate's. Planning is timed, and no step.
@@ -83,7 +83,7 @@ class Way:
         method: Its name in tables.
         setting: Its knob in tables.
         is_checkpointed: Whether torch.utils.checkpoint is in each block.
-        backend: What torch.compile compiles the step with; None for eager mode.
+        backend: The backend of torch.compile; None for eager mode.
         memory_budget: Torch's `activation_memory_budget`.
         options: Options of the backend rmm_linear, which then compiles the step.
         fitted: The budget that `fit` is given.
@@ -159,7 +159,7 @@ class Comparison:
         self.missing: list[dict[str, Any]] = []
 
     def __enter__(self) -> Comparison:
-        """Compile what earlier comparisons compiled anew; ways of one model share what they have in common."""
+        """Forget the graphs of earlier comparisons; ways of one model share their caches."""
         torch._dynamo.reset()
         self._stack.enter_context(dynamo_options())
         self._stack.enter_context(fresh_cache())
@@ -271,7 +271,7 @@ class Comparison:
         return {"error": (one / size) ** 0.5, "mean_error": (mean / size) ** 0.5, "draws": draws}
 
     def rows(self, rounds: int) -> Iterator[dict[str, Any]]:
-        """Time all ways, those of equal peaks side by side."""
+        """Time all ways, ways of equal peaks side by side."""
         ordered = sorted(self.running, key=lambda running: running.row["peak_bytes"])
         gc.collect()
         print(f"{self.workload.name}: {len(ordered)} ways by turns; other work spoils the times", flush=True)
@@ -299,7 +299,7 @@ def _has_gradients(model: nn.Module, exact: Sequence[Tensor | None]) -> bool:
 
 
 def _with_own_code(function: Any) -> Callable[..., Any]:
-    """Return a function that Dynamo tells apart: it keeps what it compiled, and counts it, by code object."""
+    """Return a function that Dynamo tells apart: Dynamo keeps and counts compiled graphs by code object."""
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
@@ -420,7 +420,7 @@ def step_rows(workload: Workload, shape: Shape, options: argparse.Namespace) -> 
 
 
 def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
-    """Compare what codes add to a gradient with how much minibatches of MRPC differ, dropout off."""
+    """Compare the variance that codes add to a gradient with the variance of minibatches of MRPC, dropout off."""
     from experiments.glue.training import PreparedRun
 
     prepared = PreparedRun(RunSettings(task="mrpc", model=model, data=data, batch_size=32, pad_multiple=128), cpu=True)

@@ -1,4 +1,4 @@
-"""Measure what norms of the epoch before are worth to WTA-CRS: `python -m experiments.glue.cached_norms --help`.
+"""Measure the variance of WTA-CRS with norms of the epoch before: `python -m experiments.glue.cached_norms --help`.
 
 A model is trained for an epoch with exact layers, and once more. One batch is taken before and after the second epoch,
 under other masks of dropout: x and g of each linear layer, padding left out. A layer's noise is

@@ -17,7 +17,7 @@ from experiments.command_line import HarnessError
 from .result_file import COMPLETE, read_result
 from .settings import BITS, EXACT, FIT, IRRELEVANT, KNOBS, VARIANTS
 
-# what may differ between the runs of one table
+# settings that may differ between the runs of one table
 # rows of padding, which masks leave out, change no exact result
 _VARIED = ("method", *KNOBS, "seed", "executor", "pad_multiple", *IRRELEVANT)
 _SKETCH_ONLY = ("min_rows", "exclude_modules")
@@ -73,7 +73,7 @@ class Row:
         score: The task's score in points: 100 times the mean of its metrics after the last epoch.
         difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
         kept_bytes: Bytes kept for the backward pass of one batch.
-        kept_share: `kept_bytes` over those of the exact model on the same batch.
+        kept_share: `kept_bytes` over the exact model's on the same batch.
         noise: Variance that the method adds to the initial gradient over the minibatch's own, mean over the seeds; None
             where it was not measured.
         train_seconds: Sum over the training steps; None where the machine was not quiet.
@@ -110,7 +110,7 @@ class Row:
 
     @property
     def variant(self) -> tuple[str, ...]:
-        """What else was done, in the words of `VARIANTS`."""
+        """The other settings, in the words of `VARIANTS`."""
         return variant_of(self.results[0]["config"])
 
     @property
@@ -135,7 +135,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a report tells: the table, the complete results, and names and status of the incomplete ones."""
+    """The contents of a report: the table, the complete results, and names and status of the incomplete ones."""
 
     rows: tuple[Row, ...]
     results: tuple[dict[str, Any], ...]
@@ -192,7 +192,7 @@ def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_comparable(results: Sequence[dict[str, Any]]) -> None:
-    """Refuse results of which two of one task differ in more than what a table is about."""
+    """Refuse results of which two of one task differ in other settings than a table's columns."""
     first: dict[tuple[Any, ...], tuple[str, Any]] = {}
     for result in results:
         config, weights = result["config"], result["model"]["initial_weights_sha256"]

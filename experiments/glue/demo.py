@@ -1,4 +1,4 @@
-"""The task `demo`: tell sentences of a small grammar from broken ones. Generated, seeded, offline, learnable.
+"""The task `demo`: tell sentences of a small grammar from broken sentences. Generated, seeded, offline, learnable.
 
 The grammar makes English sentences whose verbs agree with their subjects in number and person, across adjectives,
 prepositional phrases and nested relative clauses that put nouns of another number in between:

@@ -39,7 +39,7 @@ def pretrained_weights(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
     return _pretrain(tokenizer.backend_tokenizer.to_str(), demo.HIDDEN_SIZE, demo.LAYERS, STEPS)
 
 
-# the arguments after the first are the key of the cache: they decide what is computed
+# the arguments after the first are the key of the cache: the weights depend on them
 @functools.lru_cache(maxsize=2)
 def _pretrain(tokenizer_json: str, hidden_size: int, layers: int, steps: int) -> dict[str, Tensor]:
     tokenizer = demo.wrap_tokenizer(tokenizer_json)
@@ -70,7 +70,7 @@ def _pretrain(tokenizer_json: str, hidden_size: int, layers: int, steps: int) ->
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, *, held_out: frozenset[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of tokens and, for each token, whether its word was replaced; no sentence of those held out."""
+    """Endless batches of tokens and, for each token, whether its word was replaced, without the held-out sentences."""
     # another stream of sentences than the task's own
     grammar = demo.Grammar(demo.DATA_SEED + 1)
     draw = random.Random(demo.DATA_SEED + 2)

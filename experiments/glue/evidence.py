@@ -1,11 +1,11 @@
-"""What the study shows: score differences to exact with intervals, an equivalence test, and a figure over the noise.
+"""The study's score differences to exact with intervals, an equivalence test, and a figure over the noise.
 
     python -m experiments.glue.evidence
 
-Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices the one
-on the method's own counts, and another one where there is none. Where exact ran on a CPU and on a GPU, their difference
-stands in the table as a method: it shows how far two exact runs of a seed lie apart, which differ in the draws of
-dropout, in rounding, and in the versions of torch and transformers.
+Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices the run
+on the method's own device counts, and another run where there is none. Where exact ran on a CPU and on a GPU, their
+difference stands in the table as a method: it shows how far two exact runs of a seed lie apart, which differ in the
+draws of dropout, in rounding, and in the versions of torch and transformers.
 
 A method's mean difference is the mean over tasks of its mean over seeds, without the tasks that run last with fewer
 seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom follow from Satterthwaite's

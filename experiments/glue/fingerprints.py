@@ -1,4 +1,4 @@
-"""SHA-256 of what a run reads and makes: data, models, weights."""
+"""SHA-256 of the data, models and weights of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MODEL_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
 def sources(settings: RunSettings) -> dict[str, str | None]:
-    """What a run reads, told cheaply, before anything is loaded.
+    """Fingerprint the files of a run, before they are loaded.
 
     Returns:
-        SHA-256 of the data files and of the model's files, None for those that are not on this machine; and the
+        SHA-256 of the data files and of the model's files, None for files that are not on this machine; and the
         version of this library.
     """
     found: dict[str, str | None] = {"data files": None, "model files": None, "rmm_linear": rmm_linear.__version__}
@@ -36,7 +36,7 @@ def sources(settings: RunSettings) -> dict[str, str | None]:
 
 
 def _files_fingerprint(paths: Sequence[Path]) -> str | None:
-    """SHA-256 over names and contents; None where a file is missing, which is told when it is to be read."""
+    """SHA-256 over names and contents; None where a file is missing; reading it raises the error."""
     digest = hashlib.sha256()
     for path in paths:
         try:

@@ -42,8 +42,8 @@ class Peer:
     Attributes:
         name: In words.
         install: Called with a prepared run, whose model it changes.
-        checkout: Its folder, None for what comes with torch.
-        pad_multiple: What the lengths of batches have to be a multiple of.
+        checkout: Its folder, None for torch's own pass.
+        pad_multiple: The number of which lengths of batches have to be multiples.
         is_run_once: Whether a run of one task and seed says all.
     """
 
@@ -94,7 +94,7 @@ class PeerRun(PreparedRun):
     def _kept_bytes(self) -> int:
         with self.first_batch() as batch, SavedTensors(self.model) as kept:
             loss = self.model(**batch).loss
-            # a function that saves what others only hold, so that a storage counts once
+            # a function that saves tensors which other functions only hold, so that a storage counts once
             _Saved.apply(loss, *_held(loss))
         return int(kept.bytes)
 
@@ -228,7 +228,7 @@ def _with_samples(run: PeerRun, ratio: float, is_patched: bool = True) -> None:
         run.model.set_submodule(name, ours)
 
     def patched() -> contextlib.ExitStack:
-        # its cache uses a name that NumPy has dropped, and copies what it reads to a GPU
+        # its cache uses a name that NumPy has dropped, and copies norms to a GPU
         stack = contextlib.ExitStack()
         if is_patched:
             stack.enter_context(mock.patch.object(np, "int", int, create=True))

@@ -66,7 +66,7 @@ def _outcome(peer: Peer, settings: RunSettings) -> dict[str, Any]:
             trained = PeerRun(peer, settings).train(Path(checkpoints))
     except HarnessError:
         raise
-    # whatever it is, it is the result
+    # any error is the result
     except Exception as error:
         traceback.print_exc()
         return {**found, "error": first_line(error)}

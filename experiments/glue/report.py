@@ -19,7 +19,7 @@ from .figure import draw_figure
 from .settings import CHECKPOINTING, EXACT
 
 _MIB = 2**20
-# exact's step time over its own: a difference of less is not told from what lasts as long as a run does
+# exact's step time over its own: smaller differences are not told from drift over a run
 _EXACT_TIME = Quantiles(0.95, 1.0, 1.05)
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
@@ -90,7 +90,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _seeds(row: Row) -> str:
-    """How many seeds there are, and how many of them the difference to exact rests on if those are fewer."""
+    """The number of seeds, and the number of pairs with exact if it is smaller."""
     seeds = len(row.seeds)
     if row.difference is None or row.difference.seeds == seeds:
         return str(seeds)
@@ -98,7 +98,7 @@ def _seeds(row: Row) -> str:
 
 
 def _notes(comparison: Comparison) -> str:
-    """What the columns mean, and what the numbers can't bear."""
+    """The meaning of the columns, and limits of the numbers."""
     results, timed = comparison.results, comparison.has_times
     chosen = {
         f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
@@ -108,14 +108,14 @@ def _notes(comparison: Comparison) -> str:
     spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
     notes = {
         f"Scores are in points after the last epoch, never the best one{spread}; a task with two metrics is scored by"
-        " their mean. Kept bytes: what one training step on one fixed batch keeps for its backward pass, parameters"
-        " excluded.": True,
+        " their mean. Kept bytes: bytes that one training step on one fixed batch keeps for its backward pass,"
+        " without parameters.": True,
         "Differences to exact are paired by seed, with their 95 % interval (Student's t; one interval a row, not"
         " corrected for their number).": any(row.difference and row.difference.seeds > 1 for row in comparison.rows),
         "Noise: the variance that a method adds to the gradient of the initial weights, over the variance that"
         " minibatches have anyway.": any(row.noise is not None for row in comparison.rows if row.method != EXACT),
         "One seed supports no claim of equal accuracy: seeds alone move such scores by points.": fewest == 1,
-        "Checkpointing's kept bytes leave out what a block holds again while its backward pass recomputes it.": any(
+        "Checkpointing's kept bytes leave out tensors that a block recomputes in its backward pass.": any(
             row.method == CHECKPOINTING for row in comparison.rows
         ),
         f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.": chosen,
@@ -123,7 +123,7 @@ def _notes(comparison: Comparison) -> str:
         " unbiased.": clipped,
         "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % quantiles"
         " over all steps but the first two. The runs came one after another, so that the quantiles show the steps'"
-        " spread and not what drifts from run to run: less than 5 % is called no difference.": timed,
+        " spread and no drift from run to run: less than 5 % is called no difference.": timed,
         "Times are left out: the machine had other work during these runs (`timing` is off in them).": not timed,
         f"Left out, for they are not complete: {', '.join(comparison.incomplete)}.": comparison.incomplete,
     }

@@ -1,4 +1,4 @@
-"""What one run is: its settings, the named configurations in `configs/`, and the grid of runs that one spells out."""
+"""The settings of a run, the named configurations in `configs/`, and the grid of runs of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG_FOLDER = Path(__file__).parent / "configs"
 EXACT = "exact"
 CHECKPOINTING = "checkpointing"
 BUDGET, CODES, FIT = "budget", "codes", "fit"
-# bits of codes -> what the backend of torch.compile is told
+# bits of codes -> the option of the backend of torch.compile
 BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
 SCHEDULES = ("polynomial", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16")
@@ -96,7 +96,7 @@ class RunSettings:
     timing: bool = _setting(True, "whether the machine is quiet enough for times to mean something")
 
     def __post_init__(self) -> None:
-        """Reject what can't run, and fill in the sketch's knobs."""
+        """Reject settings that can't run, and fill in the sketch's settings."""
         known_tasks = (*TASKS, DEMO_TASK.name)
         if self.task not in known_tasks:
             raise HarnessError(f"unknown task {self.task!r}; choose one of {', '.join(known_tasks)}")
@@ -216,7 +216,7 @@ class RunSettings:
         values["data"] = self.data if self.data in ("hub", "demo") else "folder"
         values["model"] = Path(os.path.abspath(self.model)).name if is_local_model(self.model) else self.model
         values["exclude_modules"] = list(self.exclude_modules)
-        # results from before these existed stay what they are
+        # results from before these settings existed stay as they are
         values = {key: value for key, value in values.items() if key not in _RECORDED_WHERE_ON or value}
         if not self.uses_sketch:
             # they decide nothing then

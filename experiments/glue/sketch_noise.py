@@ -2,15 +2,15 @@
 
 A model is trained for a few steps with exact layers; then the input x and the gradient g of each linear layer are taken
 from one batch, padded to 128 tokens. The noise of a layer is E||estimate - g^T x||^2 / ||g^T x||^2. A row of the
-results says what the layers keep, as a share of x's bytes in bfloat16 (scales, means and seeds included), and the mean
-of their noises:
+results has the layers' kept bytes, as a share of x's bytes in bfloat16 (scales, means and seeds included), and the
+mean of their noises:
 
-- of one configuration for all layers, in closed form: the one that fills a budget of bytes with its values, and takes
-  at most 4 % more with all else. Either all rows are sketched, or real ones alone (a padding row's g is zero);
+- of one configuration for all layers, in closed form: its values fill a budget of bytes, and it takes at most 4 % more
+  with scales, means and seeds. Either all rows are sketched, or real ones alone (a padding row's g is zero);
 - of a configuration for each layer, chosen on two other batches, with the first token's rows kept where that is
   better: the noise is that of real sketches.
 
-Everything is computed in float32; bfloat16 is what the bytes are counted in.
+The computations are in float32; bytes are counted in bfloat16.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _FAMILIES: tuple[tuple[str, bool, str | None], ...] = (
     ("wta_crs", False, None),
     *(("hadamard", True, storage) for storage in (None, "int8", "int4", "int2")),
 )
-# What a layer chooses from: the default sketch, and one that is better where it keeps nearly all rows.
+# The sketches of a layer: the default, and one that is better where it keeps nearly all rows.
 _RATIOS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _STORAGES = (None, "int8", "int4", "int2")
 _SKETCHES = ("hadamard", "rows_without_replacement")
@@ -201,7 +201,7 @@ def _converted_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def cells(rows: str) -> list[Cell]:
-    """Return what is computed for all rows or for the real ones, with which all sketches are compared."""
+    """Return x and g of all rows or of the real rows, on which all sketches are compared."""
     found = [Cell(*family, budget) for budget in BUDGETS for family in _FAMILIES]
     if rows == REAL_ROWS:
         for sketch, center in itertools.product(available_sketches(), (False, True)):
@@ -215,7 +215,7 @@ def cells(rows: str) -> list[Cell]:
 def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) -> tuple[RMMConfig, float] | None:
     """Return the configuration of the largest ratio within a budget, and the share of bytes; None if nothing fits.
 
-    `widths` are the layers' features, of whose `rows` rows `sketched` ones are sketched.
+    `widths` are the layers' features, `sketched` of whose `rows` rows are sketched.
     """
     most = int(_RATIO_STEPS * min(1.0, cell.budget * 16 / _BITS[cell.storage] * rows / sketched) + 1e-9)
     for step in range(most, 0, -1):
@@ -319,7 +319,7 @@ def _profile(captured: Captured, others: Sequence[Captured]) -> NoiseProfile:
 
 
 def describe_all(configs: Sequence[RMMConfig]) -> str:
-    """Say what the layers are given, such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"."""
+    """Write the configurations of the layers, such as "0.3 to 1, int2 x 30, int4 x 6, first token x 36"."""
     ratios = sorted({config.ratio for config in configs})
     counts = {storage or "bfloat16": sum(config.storage == storage for config in configs) for storage in _STORAGES}
     counts |= {sketch: sum(config.sketch == sketch for config in configs) for sketch in _SKETCHES[1:]}

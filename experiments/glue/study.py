@@ -3,7 +3,7 @@
     HF_HUB_OFFLINE=1 python -m experiments.glue.study --data GLUE --model MODEL     # or: make study
 
 `configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
-is tried with (seed 0), and what is chosen goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
+is tried with (seed 0), and the choice goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
 have their own seeds; the methods of `at_the_end` have them too, and run last; `train_rows` cuts a task's
 training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl`: its result file without the columns
 over the steps.
@@ -73,7 +73,7 @@ class Study:
         return "learning_rate" in self.config.task_settings.get(task, {})
 
     def plan(self) -> list[tuple[str, RunSettings]]:
-        """All runs in their order, with the file that each one's row goes to."""
+        """All runs in their order, with the file of each row."""
         config, names = self.config, ("fewer_seeds", "last", "at_the_end")
         few, last, end = ({key: tuple(each) for key, each in self._content.get(name, {}).items()} for name in names)
         runs = self._runs(config) + (self._runs(config, **few) if few else [])
@@ -90,7 +90,7 @@ class Study:
     def rows(self, file: str) -> list[dict[str, Any]]:
         path, rows = self.results / file, []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            # half a line is what a full disk leaves; the run's result file is in the work folder still
+            # a full disk leaves half a line; the run's result file is in the work folder still
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
         return rows
@@ -203,7 +203,7 @@ def work_through(study: Study) -> int:
                     study.record(file, run, folder)
                 except HarnessError:
                     raise
-                # whatever it is, the other runs are worth having
+                # after any error the other runs go on
                 except Exception:
                     traceback.print_exc()
                     failed.add(folder / run.name)

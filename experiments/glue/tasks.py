@@ -19,7 +19,7 @@ _HUB_DATASET = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class Task:
-    """What one task is, independent of where its files come from.
+    """A task, independent of the origin of its files.
 
     Attributes:
         name: On the command line and on the hub.
@@ -146,7 +146,7 @@ def read_official_file(task: Task, path: Path) -> Dataset:
     if missing := [column for column in task.columns if column not in names]:
         raise fault(f"has no column {', '.join(missing)} (found: {', '.join(names) or 'nothing'})")
     whole = [row for row in rows if len(row) == len(names)]
-    # a download that was cut off ends in a short row, whatever faults the official release has before
+    # a download that was cut off ends in a short row; other short rows are the official release's
     if not whole or rows[-1] is not whole[-1] or len(rows) - len(whole) > task.malformed_rows or text[-1] not in "\r\n":
         faults = f"{len(rows) - len(whole)} of {len(rows)} rows have other than {len(names)} columns"
         raise fault(f"is truncated or not tab-separated: {faults}, or the last line has no end")

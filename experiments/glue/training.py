@@ -97,7 +97,7 @@ def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | No
 
 
 def _refuse(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Raise if any value of a result file is not what it would be now."""
+    """Raise if a value of a result file differs from the present one."""
     changes = ", ".join(
         f"{key} {_short(was)} instead of {_short(now)}" for key, (was, now) in changed.items() if was != now
     )
@@ -178,7 +178,7 @@ def not_finite(outcome: dict[str, Any]) -> str | None:
 
 
 class PreparedRun:
-    """A run whose data, tokenizer and model are loaded: whatever the user can get wrong has been checked."""
+    """A run whose data, tokenizer and model are loaded: the user's mistakes have been found."""
 
     def __init__(self, settings: RunSettings, *, cpu: bool = False) -> None:
         self.settings = settings
@@ -207,7 +207,7 @@ class PreparedRun:
             tokenizer = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
             set_seed(settings.seed)
             model = demo_model(len(tokenizer), num_outputs=task.num_outputs, is_regression=task.is_regression)
-            # what it learns from the demo's grammar is of no use for other texts
+            # a tokenizer of the demo's grammar is of no use for other texts
             if settings.data == "demo":
                 model.roberta.load_state_dict(pretrained_weights(tokenizer))
             return tokenizer, model
@@ -230,7 +230,7 @@ class PreparedRun:
         return tokenizer, model
 
     def _check_conversion(self) -> None:
-        """Convert the model and undo it: what can't be converted is the user's to know before anything is written."""
+        """Convert the model and undo it: an error of the conversion comes before a file is written."""
         if not self.settings.uses_sketch:
             return
         try:
@@ -249,7 +249,7 @@ class PreparedRun:
         return {"exclude_modules": list(self.settings.exclude_modules)} if self.settings.exclude_modules else {}
 
     def _tokenize(self, splits: DatasetDict) -> DatasetDict:
-        # locals, for `datasets` hashes what a function refers to: the run itself would never hit the cache
+        # locals, for `datasets` hashes the objects that a function refers to: the run itself would never hit the cache
         tokenizer, keys = self.tokenizer, self.task.text_keys
         longest = min(self.settings.max_length, tokenizer.model_max_length)
         return splits.map(
@@ -298,13 +298,13 @@ class PreparedRun:
             self.model.gradient_checkpointing_enable(_CHECKPOINTING["gradient_checkpointing_kwargs"])
         is_planned = settings.plan_options is not None
         if is_planned:
-            # before the training begins, so that what is measured first runs by the training's plan
+            # before the training begins, so that the measurement runs by the training's plan
             trainer.begin(conversion[0])
         gradient_noise = self._gradient_noise(trainer)
         kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
-        # data order and dropout must not depend on what the set-up drew; a checkpoint brings its own random state
+        # data order and dropout must not depend on draws of the set-up; a checkpoint brings its own random state
         set_seed(settings.seed)
         with _peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -343,7 +343,7 @@ class PreparedRun:
     def _kept_bytes(self) -> int:
         """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
         with self._training() as batch_at, SavedTensors(self.model) as kept:
-            # the loss must live until the count is taken: dropping it frees what it keeps
+            # the loss must live until the count is taken: without it, autograd frees the tensors
             loss = self.model(**batch_at(0)).loss
         assert loss.requires_grad
         return int(kept.bytes)

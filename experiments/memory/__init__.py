@@ -1,1 +1,1 @@
-"""Compare what Transformers keep for their backward pass: exact, checkpointed, and with sketched linear layers."""
+"""Compare the bytes that Transformers keep for their backward pass: exact, checkpointed, and sketched."""

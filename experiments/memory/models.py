@@ -1,4 +1,4 @@
-"""The models that are compared, and what each is called with: published shapes, random weights and inputs.
+"""The compared models and their batches: published shapes, random weights and inputs.
 
 The bytes kept for a backward pass depend on shapes, dtypes and the model's code, and on no value.
 
@@ -33,7 +33,7 @@ class Workload:
         length: Tokens of a sequence; of an image, its patches and the class token.
         dtype: Of the parameters.
         attention: Its `attn_implementation`.
-        changes: Values of the configuration that are others than the published ones.
+        changes: Values that differ from the published configuration.
         lora: Whether the model is frozen, with LoRA adapters (PEFT's defaults) beside all linear layers but the head.
     """
 

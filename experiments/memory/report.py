@@ -40,7 +40,7 @@ def method_name(row: Mapping[str, Any]) -> str:
 
 
 def summary_table(rows: Rows) -> str:
-    """Return what each method keeps of the exact model's bytes, a line a method and a column a model."""
+    """Return each method's share of the exact model's bytes, a line a method and a column a model."""
     models = grouped(rows, "model")
     shares = {(row["model"], method_name(row)): row["of_exact"] for row in rows}
     lines = [

@@ -1,7 +1,7 @@
-"""Measure what models keep for their backward pass, each method in turn: `python -m experiments.memory.run`.
+"""Measure the bytes that models keep for their backward pass, each method in turn: `python -m experiments.memory.run`.
 
 Every row is a forward pass of the model as it would train, really converted or checkpointed, whose saved tensors are
-counted; beside it stands what `rmm_linear.memory.profile` predicts from the exact model alone.
+counted; the prediction of `rmm_linear.memory.profile` from the exact model alone stands beside them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Method:
     Attributes:
         family: EXACT, CHECKPOINTING, ALONE (every linear layer, heads included, keeps a sketch of its own) or OURS
             (layers of one input share a sketch, and layers of which a sketch frees nothing stay exact).
-        config: How linear layers sketch; None for exact ones.
+        config: The configuration of linear layers; None for exact layers.
     """
 
     family: str
@@ -68,7 +68,7 @@ class Method:
             revert_linears(model)
 
     def predicted_bytes(self, report: MemoryReport, sketched: list[str]) -> int | None:
-        """Return what the exact model's report says that this way keeps; None for checkpointing, which it can't say."""
+        """Return the bytes that the exact model's report predicts; None for checkpointing, which has no prediction."""
         if self.family == CHECKPOINTING:
             return None
         return report.total_bytes if self.config is None else report.predict(self.config, layers=sketched)
@@ -89,7 +89,7 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
     model = workload.build()
     batch = workload.sample(model)
     report = profile(model, **batch)
-    # torch's fused kernel keeps no scores, and it may have none for what was asked for
+    # torch's fused kernel keeps no scores, and may not exist for these arguments
     is_fused = any("scaled_dot_product" in op for op in report.by_op())
     fused = f", {'fused' if is_fused else 'unfused'}" if workload.attention == "sdpa" else ""
     for method in METHODS:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing")
         for workload in chosen(WORKLOADS, options.models):
             rows = list(measured_rows(workload))
-            # after each model: an interrupted run keeps what it has
+            # after each model: an interrupted run keeps its rows
             write_rows(RESULTS / FILE, rows, order=[each.name for each in WORKLOADS])
             print(f"{workload.name}: {len(rows)} rows", flush=True)
             gc.collect()

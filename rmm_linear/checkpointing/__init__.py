@@ -1,4 +1,4 @@
-"""Plan what a training step keeps and what it computes again, and run the plan."""
+"""Plan which tensors a training step keeps and which it computes again, and run the plan."""
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint
 from rmm_linear.checkpointing.planned import (

@@ -66,8 +66,8 @@ def bptt_checkpoint(
 ) -> tuple[Any, State]:
     """Run a cell over a sequence, keeping no more for the backward pass than is allowed.
 
-    What counts is what is kept between two steps: states, and what autograd keeps of steps. Inputs, parameters, the
-    initial state, what is returned, gradients, and what a step needs while it runs are there in any case.
+    The memory counts tensors kept between two steps: states, and tensors that autograd keeps of steps. Inputs,
+    parameters, the initial state, results, gradients, and temporaries of a step come on top.
 
     For cuDNN's LSTM, which runs many steps in one call, let a chunk of k steps be a step:
 
@@ -87,9 +87,9 @@ def bptt_checkpoint(
         >>> outputs.square().mean().backward()
 
     Warning:
-        The cell runs more than once for a step: what it does beside computing (counters, prints) happens again. It
+        The cell runs more than once for a step, with its side effects (counters, prints). It
         must not depend on anything that changes before the backward pass ends. A module that updates a buffer
-        (running statistics) or writes in place into its state or input is refused; what a cell keeps elsewhere is not
+        (running statistics) or writes in place into its state or input is refused; other state of a cell is not
         seen.
 
     Args:
@@ -98,17 +98,17 @@ def bptt_checkpoint(
             alone, its first tensor is the output: h of an LSTMCell.
         inputs: One input a step, shape (time, ...), usually (time, batch, features).
         state: The initial state.
-        memory: The most to be kept: a float in (0, 1] is a part of what the plain loop keeps; an int is a number of
+        memory: The most to be kept: a float in (0, 1] is a share of the plain loop's; an int is a number of
             bytes. One step is run on the side to see how large a state and a step are.
         slots: Instead of `memory`, places as the paper counts them; see `bptt_plan.plan_for_slots`.
-        strategy: What is kept: hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never
+        strategy: Keep hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never
             worse than either. Planning takes O(time^2 slots) once for "ism" and "msm": seconds for
             some thousand steps; use chunks, or "hsm", for more.
         host_every: With `page_to`, in place of `memory`: a state is paged out before every so many steps.
-        local_every: With it, a divisor of it: a state is kept before every so many steps of those that run again.
+        local_every: With `host_every`, a divisor of it: a state is kept before every so many steps that run again.
         page_to: Where states go that need not be in memory, by double checkpointing (Bencheikh et al. 2024), which
             runs each step forward three times: "host" for those of an accelerator, or a folder of a disk. `memory`
-            then is of what stays, and the fewest states are paged out for it; `strategy` has no meaning.
+            then counts the states that stay, and the fewest states are paged out for it; `strategy` has no meaning.
         parameters: Tensors that the cell uses and that need gradients, other than its own parameters if it is a
             module. Needed for functions.
         preserve_rng_state: Whether a step that runs again draws the same random numbers (dropout). The generator's
@@ -123,7 +123,7 @@ def bptt_checkpoint(
             something else than a state, uses a tensor that needs a gradient and is not among its parameters, updates a
             buffer, or writes into its state or input.
         InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
-        DoubleBackwardError: In the backward pass of a backward pass; a second derivative would need what is not kept.
+        DoubleBackwardError: In the backward pass of a backward pass: tensors for a second derivative are not kept.
     """
     leaves, structure = pytree.tree_flatten(state)
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):

@@ -321,7 +321,7 @@ def checkpoint_step(
             the model itself returns it.
         sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
         budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
-            "60%" (or 0.6) of what the captured step takes without a plan, each op run once and its results freed after
+            "60%" (or 0.6) of the captured step's peak without a plan, each op run once and its results freed after
             their last use. Eager mode often takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
         costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
@@ -333,7 +333,7 @@ def checkpoint_step(
             bring them back; None for nowhere.
 
     Returns:
-        The step; call it in the place of `loss_fn(model, ...)`. Its `plans` say what was planned.
+        The step; call it in the place of `loss_fn(model, ...)`. Its `plans` are the plans so far.
 
     Raises:
         CaptureError: If the step can't be captured.

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="rmm-linear",
-        description="See what a model keeps for its backward pass, and plan its training within a byte budget.",
+        description="Measure the bytes that a model keeps for its backward pass, and plan training within a budget.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -17,7 +17,7 @@ import rmm_linear
 from rmm_linear import backend
 from rmm_linear.backend import ENVIRONMENT, chosen, kernel_status, use_kernels
 
-HELP = "show what runs on this machine: Triton kernels or plain torch, whether they agree, and how fast they are"
+HELP = "show whether Triton kernels or plain torch run on this machine, whether both agree, and their times"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Largest difference from plain torch, relative to the largest value, that rounding explains: two steps of the dtype.
 _TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4}

@@ -30,7 +30,7 @@ With a model and a batch, fit(model, batch, budget, noise) measures it, and take
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
     add_model_options(parser, batch=_number_or_max, also=f', or "{LARGEST}" for as many as the budget allows')
-    parser.add_argument("--budget", required=True, help="bytes, 8GiB, or 60%% of what the exact captured step takes")
+    parser.add_argument("--budget", required=True, help="bytes, 8GiB, or 60%% of the exact captured step's peak")
     parser.add_argument(
         "--noise",
         type=float,

@@ -9,14 +9,14 @@ from rmm_linear.cli.models import add_model_options, build_model, check_model_op
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.planner import plan_graph
 
-HELP = "plan what a model keeps and what it computes again, to train within a byte budget"
+HELP = "plan which tensors a model keeps and which it computes again, to train within a byte budget"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
     add_model_options(parser)
     parser.add_argument(
-        "--budget", default="60%", help="bytes, 8GiB, or 60%% of what the captured step takes (default: 60%%)"
+        "--budget", default="60%", help="bytes, 8GiB, or 60%% of the captured step's peak (default: 60%%)"
     )
     parser.add_argument("--strategy", default="auto", help=f"{', '.join(available_strategies())} (default: auto)")
     parser.add_argument("--figure", help="draw the timelines to this file")

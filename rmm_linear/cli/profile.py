@@ -18,7 +18,7 @@ from rmm_linear.memory import MemoryReport, profile
 from rmm_linear.names import aligned, pattern
 from rmm_linear.sketches import STORAGES, available_sketches
 
-HELP = "show what a model keeps for its backward pass, and what sketches would leave of it"
+HELP = "show the bytes that a model keeps for its backward pass, exact, sketched and checkpointed"
 _RATIOS = (0.5, 0.2, 0.1)
 
 
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     default = ",".join(f"{ratio:g}" for ratio in _RATIOS)
     parser.add_argument("--ratio", default=default, help=f"ratios to compare, with commas (default: {default})")
     parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
-    parser.add_argument("--storage", choices=STORAGES, help="hold what is kept in fewer bits")
+    parser.add_argument("--storage", choices=STORAGES, help="round sketches to fewer bits")
     parser.add_argument(
         "--meta", action="store_true", help="compute shapes alone: takes no memory, whatever the model's size"
     )

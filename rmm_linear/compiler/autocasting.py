@@ -17,7 +17,7 @@ def present_autocast(kinds: Iterable[str]) -> Autocast:
 
 @contextlib.contextmanager
 def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
-    """Put autocast into a state; it is off for those kinds of devices that the state does not name."""
+    """Put autocast into a state; autocast is off for kinds of devices that the state does not name."""
     dtypes = dict(autocast)
     with contextlib.ExitStack() as stack:
         for kind in sorted({*_with_autocast(kinds), *dtypes}):
@@ -27,7 +27,7 @@ def autocast_as(autocast: Autocast, kinds: Iterable[str]) -> Iterator[None]:
 
 
 def _with_autocast(kinds: Iterable[str]) -> set[str]:
-    # what is on no device is captured as if it were on the CPU
+    # arguments without a device are captured as if they were on the CPU
     return {"cpu" if kind == "meta" else kind for kind in kinds}
 
 

@@ -2,9 +2,9 @@
 
     torch.compile(model, backend="rmm_linear", options={"budget": "60%"})
 
-Dynamo has followed the user's Python code, and guards decide when it does so anew. Here a graph is traced and planned
+Dynamo follows the user's Python code, again where a guard fails. Here a graph is traced and planned
 for each shape, layout, dtype and state of autocast of its arguments. A graph that can't be captured runs as Dynamo
-wrote it, with a warning; so does a call without gradients, and one under torch.func.
+wrote it, with a warning. Calls without gradients, and under torch.func, run as Dynamo wrote them as well.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class Options:
         costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
         gradients: "kept" counts each parameter's gradient from where it is ready to the end; "freed" for steps that
             leave none behind (an optimizer in the backward pass, later micro-batches).
-        schedule: A given schedule, which is used in place of a planned one.
+        schedule: A schedule that is used in place of a planned schedule.
         loss_alone: Whether a scalar among a graph's results is taken for the loss, and the only result that is
             differentiated. If a gradient arrives at another one, later steps are planned for all of them.
         bits: 8 or 4 for a backward pass that reads codes of so many bits, without bias, where it can; a dict for each
@@ -117,7 +117,7 @@ class Options:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> "Options":
-        """Read what the user passed to torch.compile.
+        """Read the options that the user passed to torch.compile.
 
         Raises:
             ValueError: If a name is unknown, a value is none that the option can have, or there is no budget.
@@ -147,8 +147,8 @@ class Variant:
     """A graph, planned for one kind of arguments.
 
     Attributes:
-        plan: What was planned; once it is compiled by Inductor, with the peak that was measured.
-        runner: What runs it; None until it runs first.
+        plan: The plan, with the measured peak once Inductor has compiled the step.
+        runner: The step's runner; None until the first call.
     """
 
     capture: Capture
@@ -164,7 +164,7 @@ class Group:
     Attributes:
         capture_only: Whether graphs raise `Planned` where they would run.
         on_failure: Called with the error if a graph can't be captured; it may raise.
-        is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once, whatever the plan is.
+        is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once.
         loss_alone: As in `Options`, until a gradient arrives at another result.
         runs: How many planned forward passes ran.
     """
@@ -231,7 +231,7 @@ def rmm_linear(
         options: See `Options`; a mistake in them raises a ValueError when the graph first runs.
 
     Returns:
-        What runs in the graph's place.
+        A callable that runs in the graph's place.
 
     Examples:
         >>> import torch
@@ -255,7 +255,7 @@ def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
     """List the plans that were made for a model or a function so far.
 
     Args:
-        target: A model, or a function that was passed to torch.compile, or what that returned.
+        target: A model, a function that was passed to torch.compile, or the function that torch.compile returned.
 
     Returns:
         The plans, a graph and kind of arguments each, in the order of compilation.
@@ -270,7 +270,7 @@ class PlannedGraph:
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.
         frame: Which frame of Python it is of.
-        number: Graphs that were compiled later have higher ones.
+        number: Graphs that were compiled later have higher numbers.
     """
 
     def __init__(self, module: fx.GraphModule, group: Group) -> None:
@@ -456,7 +456,7 @@ class PlannedGraph:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
             return self._runner(capture, program_of(capture, plan.schedule, options.page_to))
-        # after what an exact program needs: Inductor takes seconds to import
+        # imported here: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
@@ -526,7 +526,7 @@ def _raising(error: ValueError) -> Callable[..., Any]:
 def _key(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
     """Tell apart arguments that need a plan each."""
     autocast = present_autocast({tensor.device.type for tensor in tensors})
-    # autocast keeps the casts of leaves alone, and those only if it is told to
+    # autocast caches casts of leaves alone, and only if its cache is enabled
     casts = (torch.is_autocast_cache_enabled(), *(tensor.is_leaf for tensor in tensors)) if autocast else ()
     cuda = torch.backends.cuda
     memories: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What an op costs, from the shapes of its tensors."""
+"""Times of ops, from the shapes of their tensors."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ _REPEATS = 3
 _MIB = 2**20
 # The time of a byte is measured with so many.
 _PAGED_BYTES = 32 * _MIB
-# What was measured: an op with arguments of the same shapes takes the same time.
+# Measured times: an op with arguments of the same shapes takes the same time.
 _MEASURED_MS: dict[str, float] = {}
 
 
@@ -130,7 +130,7 @@ def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:
 
 
 def described(arguments: Any) -> str:
-    """Tell what the time and the memory of an op depend on.
+    """Return the key on which the time and the memory of an op depend.
 
     These are shapes, layouts, dtypes and devices of the tensors, and the other values.
     """
@@ -140,7 +140,7 @@ def described(arguments: Any) -> str:
 
 
 def with_contents(arguments: Any) -> Any:
-    """Replace fake tensors by real ones of the same shapes and layouts.
+    """Replace fake tensors by real tensors of the same shapes and layouts.
 
     They hold random numbers; zeros where numbers are whole, which are valid as indices and masks.
     """

@@ -1,13 +1,13 @@
 """The program of a schedule: Python code of one line a step, cut where the forward pass ends.
 
 A recomputation is a second call of the same op, a free is an assignment of None. A view is made where it is read first,
-and goes with its storage; one of an input goes with the pass. What the two parts share is held in a list that the
+and goes with its storage; a view of an input goes with the pass. The two parts share tensors in a list that the
 backward part empties, so that every tensor dies at the step at which the schedule frees it. The ops are those that
 eager mode runs, in its order: outputs, gradients and buffers have the same bits. An op that draws random numbers is
 recomputed from the random state that it had. A storage that a schedule loads is paged out where it is computed first.
 
-The backward part hands each gradient over once no later step reads it, or the input that it belongs to: whoever takes
-the gradient may change that. It is a generator, which stops there; `rmm_linear.compiler.runner` says who goes on.
+The backward part hands each gradient over once no later step reads it, or the input that it belongs to: the caller
+may change both. The backward part is a generator, which stops there; `rmm_linear.compiler.runner` resumes it.
 """
 
 import keyword
@@ -32,7 +32,7 @@ _LITERALS = (int, bool, str, type(None))
 
 
 class Part(NamedTuple):
-    """What the backward part of a program does between two stops.
+    """A part of the backward pass, between two stops.
 
     Attributes:
         gradients: Inputs whose gradients it hands over at its end.
@@ -48,7 +48,7 @@ class Program:
     """The code of a schedule.
 
     Attributes:
-        forward: (inputs) -> (results, pairs of a buffer and its new contents, what is saved for `backward`).
+        forward: (inputs) -> (results, pairs of a buffer and its new contents, tensors saved for `backward`).
         backward: (inputs, saved, tangents, gradients) -> a generator, which empties `saved` and stops after each part,
             with that part's gradients in their places of `gradients`.
         parts: The parts, at least one.
@@ -97,7 +97,7 @@ class _Writer:
         self._pages: dict[int, str] = {}
         self._numbers = {node: number for number, node in enumerate(capture.module.graph.nodes)}
         self._storage_of = {node: index for index, members in enumerate(capture.members) for node in members}
-        # names of the views that there are, and those that lie in each live storage
+        # names of the live views, and the views in each live storage
         self._views: dict[fx.Node, str] = {}
         self._views_in: dict[int, list[fx.Node]] = {}
         # inputs and constants that have been read
@@ -118,7 +118,7 @@ class _Writer:
             self._lines.append("pager = _pager()")
         for step in steps[: cut + 1]:
             self._step(step)
-        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+        # new tensor objects: a saved tensor must not be a returned tensor, or the two would hold each other
         results = [f"{self._value(node)}.detach()" for node in self._capture.results]
         self._lines.append(f"results = [{', '.join(results)}]")
         updates = [f"(inputs[{place}], {self._value(node)})" for place, node in self._capture.updates]
@@ -150,7 +150,7 @@ class _Writer:
         return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants)
 
     def _gradients_by_storage(self) -> dict[int | None, list[int]]:
-        """Inputs that have a gradient, by the storage that it lies in; None for what is outside of the budget."""
+        """Inputs that have a gradient, by the storage that it lies in; None for gradients outside of the budget."""
         found: dict[int | None, list[int]] = {}
         for place, node in enumerate(self._capture.gradients):
             if node is not None:
@@ -165,7 +165,7 @@ class _Writer:
         position = sum(step.kind == "compute" for step in steps[:first])
         waiting: dict[int, list[int | None]] = {}
         for index in self._gradients:
-            # what was there before the backward part goes with the first gradients, what is outside with the last
+            # gradients from before the backward part go with the first, gradients outside of the budget with the last
             at = len(order) - 1 if index is None else max(places[index], position)
             waiting.setdefault(at, []).append(index)
         parts = []
@@ -343,7 +343,7 @@ class _Writer:
 
 def _as_in_place(node: fx.Node) -> Any:
     """The function of a node, whose result has the layout that the plain program's has."""
-    # Out of place, bernoulli lays its result out row by row whatever its argument's layout is. The in-place one, which
+    # Out of place, bernoulli lays its result out row by row for any layout of its argument. The in-place op, which
     # dropout calls on new memory, goes through that as it lies: the same numbers, in other places.
     source = node.args[0] if node.args else None
     if (
@@ -402,7 +402,7 @@ def hidden_random_state(device: torch.device) -> bytes:
 
 
 def set_random_state(state: Tensor | bytes, device: torch.device) -> None:
-    """Set the state of a device's default generator to what `random_state` or `hidden_random_state` returned."""
+    """Set the state of a device's default generator to a result of `random_state` or `hidden_random_state`."""
     if isinstance(state, bytes):
         state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     if device.type == "cpu":

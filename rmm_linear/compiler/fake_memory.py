@@ -1,4 +1,4 @@
-"""What fake tensors, which have shapes and no contents, tell of the memory that a step takes."""
+"""The memory that a step takes, from fake tensors, which have shapes and no contents."""
 
 import functools
 import weakref
@@ -30,7 +30,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def memories_of(node: fx.Node) -> list[int]:
-    """Return what identifies the memory of each tensor of `tensors_of`."""
+    """Return a key of the memory of each tensor of `tensors_of`."""
     return [tensor.untyped_storage()._cdata for tensor in tensors_of(node)]
 
 
@@ -46,9 +46,9 @@ def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
 def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> int:
     """Run a step forward and backward, as eager mode would, and tell the most that is in memory at any time.
 
-    Eager mode keeps what a captured step frees, each of whose results goes after its last use: what a name in Python
-    refers to, and all that autograd holds for an op until that op's turn comes. But it adds up gradients in place.
-    `run` runs the forward pass on fake tensors, and returns what is differentiated. The inputs are not counted:
+    A captured step frees each result after its last use. Eager mode also keeps tensors to which a name in Python
+    refers, and all that autograd holds for an op until that op runs, and adds up gradients in place.
+    `run` runs the forward pass on fake tensors, and returns the differentiated tensors. The inputs are not counted:
     parameters, buffers, the batch. Their gradients are set to None.
     """
     # in this thread alone: others' dispatch is not seen

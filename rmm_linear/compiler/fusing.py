@@ -78,7 +78,7 @@ class _Fusion:
         return found
 
     def recompute(self) -> dict[fx.Node, fx.Node]:
-        """Give backward loops what they read of the forward pass anew; returns what is inlined into them."""
+        """Compute tensors of the forward pass again inside of the backward loops that read them; returns the copies."""
         inlined = self.inlined(are_backward=True)
         again = self._recomputed()
         copies: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
@@ -157,7 +157,7 @@ class _Fusion:
                         waiting.append(source)
         if not wanted:
             return set()
-        # of equal cuts the one that is nearest to the backward pass, which computes the least again
+        # of equal cuts the cut nearest to the backward pass, which recomputes least
         _, (_, near) = nx.minimum_cut(network, "inputs", "tangents")
         return {node for node in seen if (node, "computed") in near}
 

@@ -1,15 +1,15 @@
 """The program of a schedule, compiled by Inductor: a forward graph and a backward graph, fused and fast.
 
 The schedule is written as one graph in its own order, a second computation as a second node, decomposed into Inductor's
-ops, and cut where the forward pass ends: what the forward graph returns beside the results is what the plan keeps. No
+ops, and cut where the forward pass ends: the forward graph returns the results and the tensors that the plan keeps. No
 partitioner of torch sees the graph, for one may draw random numbers anew in the backward graph.
 
 Inductor keeps the peak of a plan because the schedule is divided into windows: the bytes in memory when a window
 begins, and all that its ops write, fit the budget together. Storages that Inductor is expected to fuse away do not
-count; where the measured peak shows that it did not, the step is compiled again with all of them. Inside of a window
-Inductor fuses as it likes; it fuses nothing across two windows, and computes what a later window reads inside of its
-own window. Random ops are drawn by seeds, so that they can run again in the backward graph; a seed itself is drawn
-once, and kept.
+count; where the measured peak shows that Inductor did not, the step is compiled again with all storages counted. Inside
+of a window Inductor fuses by its own rules; it fuses no ops across two windows, and computes a tensor that a later
+window reads in the tensor's own window. Random ops are drawn by seeds, so that they can run again in the backward
+graph; a seed itself is drawn once, and kept.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def program_within(
     communicates, it is not measured.
 
     Returns:
-        The first plan whose measured peak is within the budget, or the one whose peak is the least (with a warning),
+        The first plan whose measured peak is within the budget, or the plan of the least peak (with a warning),
         and its program.
 
     Raises:
@@ -295,7 +295,7 @@ def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 def _realize(joint: fx.GraphModule) -> None:
-    """Compute what a later window reads in its own window, in place of inlining it into its readers."""
+    """Compute a tensor that a later window reads in its own window, in place of inlining it into its readers."""
     writer: dict[int, fx.Node] = {}
     last_read: dict[int, int] = {}
     for node in joint.graph.nodes:
@@ -310,7 +310,7 @@ def _realize(joint: fx.GraphModule) -> None:
         is_read_later = last_read.get(memory, 0) > node.meta["window"]
         node.meta["inductor_realize_to_strides"] = is_read_later and isinstance(node.meta["val"], Tensor)
     for node in joint.graph.nodes:
-        # kernels of GPUs read the output as their forward op laid it out, whatever its strides are
+        # kernels of GPUs assume the layout of the output that their forward op returned, and ignore its strides
         if "attention_backward" in str(node.target):
             for source in node.all_input_nodes:
                 is_made = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
@@ -357,7 +357,7 @@ def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: b
     def run_forward(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]], list[Any]]:
         found = forward(list(inputs))
         updates = [(inputs[place], new) for place, new in zip(targets, found[results:count], strict=True)]
-        # new tensor objects: what is saved must not be what is returned, or the two would hold each other
+        # new tensor objects: a saved tensor must not be a returned tensor, or the two would hold each other
         return [result.detach() for result in found[:results]], updates, list(found[count:])
 
     def run_backward(

@@ -73,7 +73,7 @@ class Capture:
         gradients: The node of each input's gradient, None where there is none.
         updates: Pairs of an input's index and the node of its new contents.
         names: A name for each input, for people.
-        returned: What the traced graph returns, in order.
+        returned: The results of the traced graph, in order.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
         coding: Which tensors the backward pass reads from codes.
@@ -127,7 +127,7 @@ def read_joint_graph(
     of the trace with the ops that Inductor fuses into it.
 
     Raises:
-        CaptureError: If the step can't be captured; it names the line, and what can be done.
+        CaptureError: If the step can't be captured; the error names the line and a remedy.
         NothingToTrainError: If no result can be differentiated.
     """
     options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
@@ -332,7 +332,7 @@ class _Reading:
             if node.op in ("placeholder", "get_attr"):
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
                 continue
-            # the backward part begins with the first op of a gradient, or before it, with what reads a code
+            # the backward part begins with the first op of a gradient, or with an op before it that reads a code
             reads_tangent = any(isinstance(each.meta.get("desc"), TangentAOTInput) for each in node.all_input_nodes)
             is_backward = is_backward or "is_backward" in node.meta or reads_tangent
             if node.target is operator.getitem:
@@ -351,7 +351,7 @@ class _Reading:
         if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
-        # what is returned is the caller's from then on; new buffers are only there to be copied
+        # results are the caller's from then on; new contents of buffers are only copied
         outputs = self._indices([*results, *(node for node in gradients if node is not None)])
         at_forward_end = self._indices([*results, *(node for _, node in updates)])
         graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
@@ -364,7 +364,7 @@ class _Reading:
         inputs: Sequence[fx.Node],
         gradients: Sequence[fx.Node | None],
     ) -> Graph:
-        """Say which storages are parameters' gradients, and which ops read what they belong to."""
+        """Say which storages are gradients of parameters, and which ops read these parameters."""
         gradients_of: dict[int, set[int]] = {}
         for tensor, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None:

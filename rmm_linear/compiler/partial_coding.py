@@ -1,4 +1,4 @@
-"""Chooses which tensors of a step are coded, beside which are computed again: what a linear program finds cheapest."""
+"""Chooses by a linear program which tensors of a step are coded, and which tensors are computed again."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,15 +16,15 @@ class PartialCoding:
     Codes are priced by captures that have one code of each kind: so much more than the exact step it costs, for each
     byte of its tensor. Together they cost as much as the step with codes of all tensors costs more, or less.
 
-    `coded` is the step with codes of all tensors. `costs` has what the step costs with the code of one tensor alone, by
-    its name and bits; new ones are added.
+    `coded` is the step with codes of all tensors. `costs` has the step's time with the code of one tensor alone, by
+    its name and bits; new times are added.
 
     Raises:
         ImportError: If scipy, which solves the linear program, is not installed.
     """
 
     def __init__(self, exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> None:
-        # no capture: these numbers last as long as what was fitted
+        # no capture, for the fitted model holds these numbers
         self._bits, self._plain_cost = bits, exact.graph.cost
         self._all = frozenset(tensor.name for tensor in coded.coding.coded)
         self._programs = relaxations(exact.graph, coded.coding, _prices(exact, coded, bits, costs))

@@ -2,9 +2,9 @@
 
 The forward part is one node of that graph, and so is each part of the backward part: a chain, which runs from the
 results to the gradients that are ready last. A node's edges lead to the inputs whose gradients its part hands over, and
-to the next part. So it is autograd that accumulates each gradient as soon as it is there, before it goes on with the
-next part, and calls all hooks; that leaves out what nobody asked for (`torch.autograd.grad`); and that adds up what
-reaches a parameter from elsewhere. Nothing of this is done here.
+to the next part. So autograd accumulates each gradient as soon as it is there, before it goes on with the next part,
+calls all hooks, leaves out gradients that `torch.autograd.grad` does not ask for, and adds gradients of a parameter
+from elsewhere.
 """
 
 import itertools
@@ -70,8 +70,8 @@ class Runner:
     def as_captured(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Prepare the gradients that arrived at the results; None for a result that the loss does not depend on.
 
-        They get the dtypes that the program knows, and lie as they did if it can read them so: another layout is
-        another order of summation, and the plain pass has the one in which they arrive.
+        They get the dtypes of the program, and keep their layout where the program can read it: the plain pass sums
+        in the order of the layout in which gradients arrive.
         """
         given: list[Tensor | None] = []
         for tangent, node in zip(tangents, self.capture.tangents, strict=True):
@@ -80,7 +80,7 @@ class Runner:
                 continue
             (fake,) = tensors_of(node)
             if tangent is None:
-                # in no layout of its own: a sum has that of what it is added to
+                # no layout of its own: a sum has the layout of its first summand
                 tangent = torch.zeros((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
             tangent = tangent.to(fake.dtype)
             if self._reads_memory and tangent.stride() != fake.stride():
@@ -159,7 +159,7 @@ def _only_updated(capture: Capture) -> frozenset[int]:
 
 
 def _sources_in_training(node: fx.Node) -> list[fx.Node]:
-    """What a node's value depends on: in training, a batch norm reads its running statistics to update them alone."""
+    """The nodes on which a node's value depends: a batch norm in training does not depend on running statistics."""
     if node.target is _BATCH_NORM_BACKWARD and node.args[7]:
         return [source for place in (0, 1, 2, 5, 6) if isinstance(source := node.args[place], fx.Node)]
     source = node.args[0] if node.target is operator.getitem else None
@@ -169,7 +169,7 @@ def _sources_in_training(node: fx.Node) -> list[fx.Node]:
 
 
 class _Pass:
-    """One run of a step, forward and backward: what its nodes in autograd's graph share."""
+    """One run of a step, forward and backward: the state that its nodes in autograd's graph share."""
 
     def __init__(self, runner: Runner, arguments: Sequence[Any]) -> None:
         self.runner = runner
@@ -182,7 +182,7 @@ class _Pass:
         self._arrived: set[int] | None = set()
         self._parts_run = 0
         self._backward: Iterator[None] | None = None
-        # what the caller can write into before the backward part reads it: its name, an alias, its version
+        # tensors that the caller can write into before the backward part reads them: name, alias, version
         self._versions: list[tuple[str, Tensor, int]] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -208,7 +208,7 @@ class _Pass:
         self._versions = [(name, tensor, tensor._version) for name, tensor in seen]
 
     def _refuse_changed(self) -> None:
-        """Refuse to compute with what was overwritten, as autograd does with what it saved."""
+        """Refuse to compute with an overwritten tensor, as autograd does with saved tensors."""
         for name, tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(
@@ -361,9 +361,9 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 class _Node(torch.autograd.Function):
-    """A part of the backward part; with the first one goes the forward part.
+    """A part of the backward part; the first node also runs the forward part.
 
-    The result of a later one has no contents: the part before it leads here by it.
+    The result of a later node has no contents: it is the edge from the part before.
     """
 
     @staticmethod
@@ -373,7 +373,7 @@ class _Node(torch.autograd.Function):
         results = [torch.empty(0, device=run.runner.device)] if number else run.forward(inputs)
         run.keep(ctx, number, inputs)
         if not number:
-            # what needs no gradient in the plain step, and its numbers of other kinds, need none here
+            # results that need no gradient in the plain step, or are not floating-point, need none here
             needed = zip(results, run.runner.capture.has_gradient, strict=True)
             ctx.mark_non_differentiable(*(result for result, has_gradient in needed if not has_gradient))
         return tuple(results)
@@ -388,7 +388,7 @@ class _Node(torch.autograd.Function):
 @contextmanager
 def _as_kernels(runner: Runner) -> Iterator[None]:
     """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
-    # Some kernels (LSTM's on a CPU) leave out what the backward pass needs unless gradients are enabled.
+    # Some kernels (LSTM's on a CPU) save nothing for the backward pass unless gradients are enabled.
     is_casting = any(map(torch.is_autocast_enabled, runner.device_types))
     off = autocast_as((), runner.device_types) if is_casting else nullcontext()
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), off:

@@ -2,7 +2,7 @@
 
 Each layer of a traced step draws a seed and compresses its input. Layers that are configured alike share both if their
 inputs are equal: one tensor, or casts and other copies of it that are computed alike. Nothing else is merged, so that
-the step stays the one that eager mode runs.
+the step stays eager mode's.
 """
 
 import operator
@@ -19,11 +19,11 @@ _GRAD_WEIGHT = torch.ops.rmm_linear.grad_weight.default
 
 
 def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
-    """Let layers share what they make of equal inputs with one seed, and tell whether anything is shared.
+    """Let layers share the sketch of equal inputs with one seed, and tell whether a sketch is shared.
 
-    The joint graph, a functional one, is changed in place; values of views of what is merged are not updated. With
-    `keeps_draws` a layer that takes another one's seed draws its own all the same, as in eager mode, so that what is
-    drawn later is the same.
+    The joint graph, a functional one, is changed in place; fake values of views of merged nodes are not updated. With
+    `keeps_draws` a layer that takes another one's seed draws its own all the same, as in eager mode, so that
+    later draws are the same.
     """
     first_of: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}
@@ -54,10 +54,10 @@ def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
 
 
 def _has_equals(node: fx.Node) -> bool:
-    """Tell whether an equal call has an equal value; draws count, for equal ones become one."""
+    """Tell whether an equal call has an equal value; draws count, for equal draws become one."""
     if node.target is _DRAW or node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    # what makes a draw unlike any other
+    # ops by which a draw differs from any other
     return node.target is not torch.ops.aten.empty.memory_format and not node.is_impure()

@@ -61,7 +61,7 @@ def is_transformed(tensors: Any) -> bool:
 
 
 def is_transforming() -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active in this thread, whatever it is applied to."""
+    """Tell whether torch.func or forward-mode differentiation is active in this thread."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -99,7 +99,7 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullg
 def dynamo_options() -> AbstractContextManager[None]:
     """Set how Dynamo traces a planned model: whole under DistributedDataParallel, with its floats and RNNs.
 
-    Messages that a logger writes once (transformers' `warning_once`) break no graph: what is planned leaves them out.
+    Messages that a logger writes once (transformers' `warning_once`) break no graph: planned steps leave them out.
     """
     import torch._dynamo
 
@@ -142,7 +142,7 @@ def reasons_of_breaks() -> dict[str, int]:
 
 
 def failures_of_dynamo() -> tuple[type[Exception], ...]:
-    """Return what Dynamo raises where it can't trace a function."""
+    """Return the exceptions that Dynamo raises where it can't trace a function."""
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -261,7 +261,7 @@ def compile_by_inductor(
     """Compile a graph whose nodes carry `meta["window"]`: nothing is fused across windows.
 
     The graph is in Inductor's ops, and the examples are fake inputs. The key tells windows apart, for Inductor's cache
-    of compiled graphs. What is returned takes its arguments in a list, which it empties.
+    of compiled graphs. The returned function takes its arguments in a list, which it empties.
 
     Raises:
         MissingCompilerError: If there is no C++ compiler.
@@ -316,7 +316,7 @@ def compile_by_inductor(
         "post_grad_custom_post_pass": Windows(),
     }
     if reads_codes:
-        # What is read from codes is computed in each kernel that needs it. By default it would be written once in
+        # A reading of a code is computed in each kernel that needs it. By default a reading would be written once in
         # float32: four times the bytes of a code.
         options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}
     try:

@@ -36,7 +36,7 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.errors import CaptureError
 
-# What Dynamo's names of modules and parameters begin with: the function's argument, or the method's object.
+# Prefixes of Dynamo's names of modules and parameters: the function's argument, or the method's object.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
 _GROUPED_MM = (
     "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
@@ -66,7 +66,7 @@ class Traced:
     """A graph of Dynamo as AOTAutograd's joint graph.
 
     Attributes:
-        joint: Forward and backward pass; "desc" in the meta of placeholders and outputs says what each is.
+        joint: Forward and backward pass; "desc" in the meta of placeholders and outputs describes them.
         inputs: The fake inputs, one for each argument that is a tensor, with a name as "encoder.0.weight" for each.
         differentiable: For each result, whether its gradient is an input of the joint graph.
         has_gradient: For each result, whether it requires a gradient.
@@ -84,7 +84,7 @@ class Traced:
     has_contents: bool
 
     def copy(self) -> "Traced":
-        """Copy the joint graph, which may then be changed; its fake tensors are the same ones."""
+        """Copy the joint graph, which may then be changed; the copy has the same fake tensors."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.joint.graph.nodes:
@@ -107,7 +107,7 @@ def trace(
     With `draws_by_seeds`, random ops are traced as ops that draw by seeds, as Inductor draws.
 
     Raises:
-        CaptureError: If it can't be traced; the error names the line, and what can be done.
+        CaptureError: If it can't be traced; the error names the line and a remedy.
     """
     function = _Function(module, arguments, loss_alone=loss_alone)
     try:
@@ -132,7 +132,7 @@ def trace(
 def inline_checkpoints(module: fx.GraphModule) -> int:
     """Let the bodies of `torch.utils.checkpoint` run as part of a graph: the plan takes the checkpoints' place.
 
-    The graph is changed in place; what is returned is the number of its checkpoints.
+    The graph is changed in place; returns the number of its checkpoints.
     """
     found = 0
     # marked, so that `eager_peak_of` runs them as checkpoints
@@ -207,7 +207,7 @@ class _Function(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = list(self._arguments)
         for place, tensor, is_leaf in zip(self._places, tensors, self._are_leaves, strict=True):
-            # torch gives the trace's inputs a history, and autocast casts anew for each use what has one
+            # torch gives the trace's inputs a history, and autocast casts tensors with a history anew for each use
             if is_leaf and type(tensor.grad_fn).__name__ == "Error":
                 tensor.detach_().requires_grad_()
             arguments[place] = tensor
@@ -276,7 +276,7 @@ def _layout(value: Tensor, base: Tensor) -> Any:
 
 @contextlib.contextmanager
 def _as_eager_runs_it() -> Iterator[None]:
-    """Trace what eager mode runs: while tracing, torch replaces some ops by Python code with other roundings."""
+    """Trace the ops that eager mode runs: a trace replaces some ops by Python code with other roundings."""
     # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     removed: list[tuple[Any, Any, Any]] = []
@@ -383,7 +383,7 @@ def _blocks(joint: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def _explained(error: Exception) -> CaptureError:
-    """Say where a trace failed, and what to do."""
+    """Name the line where a trace failed, and a remedy."""
     told = str(error)
     line = line_of(told)
     where = f" at {line}" if line else ""
@@ -398,5 +398,5 @@ def _explained(error: Exception) -> CaptureError:
 
 
 def hint_for(told: str, otherwise: str) -> str:
-    """Say what to do about the text of an error, or something else if it is no known one."""
+    """Return a remedy for the text of an error, or a general remedy for an unknown error."""
     return _GROUPED_MM if "grouped_mm" in told else otherwise

@@ -37,7 +37,7 @@ def workspace_bytes(nodes: Sequence[fx.Node]) -> list[int]:
 
 
 def known_workspace_bytes(op: Any, args: Any, kwargs: Any) -> int:
-    """Tell what was measured of an op with such arguments; 0 if nothing was."""
+    """Return the bytes measured of an op with such arguments; 0 without a measurement."""
     return _MEASURED.get(_key(op, args, kwargs), 0)
 
 

@@ -1,4 +1,4 @@
-"""Turn the linear layers of a model into sketched ones, back again, and say what was done."""
+"""Convert the linear layers of a model to sketched layers and back, and list the conversion."""
 
 from rmm_linear.convert.conversion import convert_linears, revert_linears
 from rmm_linear.convert.conversion_summary import ConversionSummary, LayerSummary, describe, summary

@@ -1,4 +1,4 @@
-"""Turn the linear layers of a model into sketched ones, and back again.
+"""Convert the linear layers of a model to sketched layers, and back.
 
 A module is converted by changing its class: it stays the same object, so optimizers, state dicts, tied weights,
 adapters and wrappers notice nothing. That is right only for a module whose class is `nn.Linear` itself (or the `Conv1D`
@@ -42,7 +42,7 @@ def convert_linears(
     overrides: Mapping[str, RMMConfig | None] | None = None,
     sample: object = None,
 ) -> nn.Module:
-    """Turn the linear layers of a model into sketched ones, in place, and return the model.
+    """Convert the linear layers of a model to sketched layers, in place, and return the model.
 
     Modules keep their identity, parameters, hooks, state_dict keys and tied weights, so this may be called before or
     after the optimizer is made, and before or after wrapping. Called again, it re-configures the layers that match;
@@ -65,19 +65,19 @@ def convert_linears(
             take an `attention_mask` get a hook that announces it (see `rmm_linear.padding`).
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
         config: How to sketch.
-        target_modules: Which layers: "all-linear" (every one outside the output head), a list of full names or ends
+        target_modules: The layers to convert: "all-linear" (all outside the output head), a list of full names or ends
             of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
-        exclude_modules: Which of them not, by a list or a regular expression.
+        exclude_modules: Layers among these to leave exact, by a list or a regular expression.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
-            match, or None for exact ones. The first match wins.
-        sample: A batch to run forward once, in training mode, to see which layers a sketch frees anything of: others
+            match, or None for exact layers. The first match wins.
+        sample: A batch whose forward pass runs once, in training mode: layers in which a sketch frees no bytes
             are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
             name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
             wrapped in the checkpoints, that the model trains with.
 
     Raises:
-        ValueError: If both `ratio` and `config` are given, a value is bad, no layer matches, or none of those that
-            match can be converted or frees anything.
+        ValueError: If both `ratio` and `config` are given, a value is invalid, no layer matches, or no matching layer
+            can be converted or frees bytes.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")

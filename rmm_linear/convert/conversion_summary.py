@@ -28,9 +28,9 @@ class LayerSummary:
         out_features: Size of the output's last dimension.
         dtype: Dtype of the weight.
         config: How it is sketched, or None for an exact layer.
-        exact_bytes_per_row: What an exact layer keeps of each row of its input.
-        kept_bytes_per_row: What this one keeps, at 4096 rows that belong to no sequences (`keep_tokens` come on top).
-        note: Why it is exact, or what else matters; "" if nothing does.
+        exact_bytes_per_row: Bytes that an exact layer keeps of each row of its input.
+        kept_bytes_per_row: Bytes that this layer keeps, at 4096 rows without sequences (`keep_tokens` come on top).
+        note: Why it is exact, or another remark; "" for none.
         is_sketched: Whether it is converted, its weight trains, and its configuration is not exact.
     """
 
@@ -47,12 +47,12 @@ class LayerSummary:
 
 @dataclass(frozen=True, repr=False)
 class ConversionSummary:
-    """What `summary` found: one row a linear layer, and a table of them as text.
+    """The result of `summary`: one row a linear layer, and a table of them as text.
 
     Attributes:
         rows: The layers, in the model's order.
         others: Name -> reason, of modules that multiply by weights of their own and are no linear layers: quantized and
-            fused layers of other libraries, and mixtures of experts. What they keep is not known, and in no sum.
+            fused layers of other libraries, and mixtures of experts. Their kept bytes are not known, and in no sum.
     """
 
     rows: tuple[LayerSummary, ...]
@@ -100,10 +100,10 @@ class ConversionSummary:
 
 
 def summary(model: nn.Module) -> ConversionSummary:
-    """Say which linear layers are sketched, how, and what each keeps of a row of its input: `print(summary(model))`.
+    """List linear layers, their sketches, and the bytes that each keeps of a row of its input: `print(summary(model))`.
 
-    Nothing runs. The sums over layers say what the layers keep one by one, not what the model saves: layers that share
-    an input keep it once. `rmm_linear.memory.MeasuredSaving` measures that.
+    The model does not run. The sums over layers count each layer by itself and are no saving of the model: layers that
+    share an input keep it once. `rmm_linear.memory.MeasuredSaving` measures that.
 
     Raises:
         ValueError: If `model` is not a module.

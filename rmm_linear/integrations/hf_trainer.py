@@ -61,7 +61,7 @@ _EXPECTED_SHARE = 0.5
 
 
 class RMMCallback(TrainerCallback):
-    """Convert the trainer's model at the right moment, and log what the sketches save and cost.
+    """Convert the trainer's model before the training, and log the bytes and the noise of its sketches.
 
     The model is converted when the trainer is made, before the optimizer and before any wrapping; a model that
     `model_init` makes anew is converted when its training begins. Each training run (a resumed one too) measures one
@@ -69,7 +69,7 @@ class RMMCallback(TrainerCallback):
 
     - `rmm/kept_mib`: MiB that the model kept for the backward pass in that forward,
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
-    - `rmm/freed`: the part of these that it did not keep, 1 - kept / exact; below 0 where sketches cost memory.
+    - `rmm/freed`: 1 - kept / exact; below 0 where sketches cost memory.
 
     The callback logs these three values right after each training log. It measures and logs none of them under
     `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
@@ -82,14 +82,15 @@ class RMMCallback(TrainerCallback):
     "rmm_linear"), and the logs have, over all layers:
 
     - `rmm/relative_variance`: the sketches' variance over the squared gradient,
-    - `rmm/noise_ratio`: the sketches' variance over the minibatch's,
+    - `rmm/noise_ratio`: the sketches' variance over the minibatch's, of the sketched weights alone,
     - `rmm/snr`: the squared norm of the expected gradient over the variance of both,
     - `rmm/clip_fraction`: the part of the steps (every tenth is looked at) whose gradient was clipped to
       `max_grad_norm`. The sketches' noise inflates the norm, and a clipped gradient is not unbiased.
 
     With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` does what
     `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
-    refuses. It lasts from the beginning of the training to its end; where steps run as written, a warning tells why.
+    refuses. The backend is installed from the beginning of the training to its end; where steps run as written, a
+    warning tells why.
 
     With `fit`, the model is fitted (`rmm_linear.fit`) to the first batch that it is trained on, with the loss that the
     trainer computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a
@@ -123,12 +124,12 @@ class RMMCallback(TrainerCallback):
         **convert_kwargs: More arguments of `convert_linears`: `target_modules`, `overrides` and so on.
 
     Attributes:
-        kept_bytes: What the measured forward kept, or None before it.
-        exact_bytes: What it would have kept with exact layers, or None before it.
-        promised_bytes: The sum over the layers of what each saves of its own input, or None before it.
+        kept_bytes: Bytes that the measured forward pass kept, or None before it.
+        exact_bytes: Bytes that it would have kept with exact layers, or None before it.
+        promised_bytes: The sum over the layers of the bytes that each saves of its own input, or None before it.
         monitor: The `VarianceMonitor` of the last training run, or None.
-        planned: What ran the last training run by plan (its `plans` and `planned_runs` tell about it), or None.
-        fitted: What `fit` chose in the last training run (print it), or None.
+        planned: The planned step of the last training run (see its `plans` and `planned_runs`), or None.
+        fitted: The result of `fit` in the last training run (print it), or None.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, or `fit` and an option of another way to save memory, or a

@@ -1,4 +1,4 @@
-"""What a model keeps for its backward pass, and what its sketched layers save."""
+"""Measure the bytes that a model keeps for its backward pass, and the bytes that sketches save."""
 
 from rmm_linear.memory.kept import SavedTensors, measure_kept_bytes
 from rmm_linear.memory.recorder import profile

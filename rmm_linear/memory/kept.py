@@ -77,15 +77,15 @@ def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
 
 
 class SavedTensors:
-    """Count what autograd keeps for the backward pass while this context is active.
+    """Count the bytes that autograd keeps for the backward pass while this context is active.
 
     Args:
         *exclude: Modules, whose parameters and buffers do not count, and tensors that do not count. Views of them do
             not count either.
 
     Warning:
-        What is saved inside the context counts, whether or not its graph is still alive at the end; and what was
-        hidden from autograd (`ctx.x = x` in a custom Function) is not seen. Tensors that are changed in place
+        Tensors saved inside the context count, also if their graph is gone at the end; tensors that are
+        hidden from autograd (`ctx.x = x` in a custom Function) do not. Tensors that are changed in place
         after they were saved are refused, also within `torch.autograd.graph.allow_mutation_on_saved_tensors`.
 
     Examples:

@@ -237,10 +237,10 @@ def _op_name(node: str) -> str:
 
 
 def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
-    """Run `model(*args, **kwargs)` and report what it keeps for the backward pass, which does not run.
+    """Run `model(*args, **kwargs)` and report the tensors that it keeps for the backward pass, which does not run.
 
-    The model runs as it is, with whatever is converted, checkpointed or frozen; call `model.train()` first for what
-    training keeps, and run it in the autocast region that it trains in. Gradients, buffers and the random state are
+    The model runs as it is, converted, checkpointed or frozen; call `model.train()` first, and run it in the
+    autocast region that it trains in. Gradients, buffers and the random state are
     afterwards what they were. Compiled parts are counted, but not told apart.
 
     Raises:

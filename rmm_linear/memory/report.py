@@ -117,7 +117,7 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one forward pass keeps, and what sketches could free of it.
+    """The storages that one forward pass keeps, and the bytes that sketches could free.
 
     Attributes:
         model: The model's class.
@@ -145,7 +145,7 @@ class MemoryReport:
         return {call.layer for call in self.linears if not call.stays}
 
     def predict(self, config: RMMConfig, *, layers: Collection[str] | None = None) -> int:
-        """Return what the model would keep with some of its layers converted.
+        """Return the bytes that the model would keep with some of its layers converted.
 
         Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
         padding as rows, and is an upper bound. `layers` are names; by default those that `convert_linears` converts.

@@ -2,9 +2,9 @@
 
 The forward pass pages the state before every k1-th step out: to the host's memory, or to a disk. The backward pass
 brings the last of these back, runs the k1 steps after it once more and keeps the state before every k2-th; then it runs
-the k2 steps after the last of these with their graphs, goes back through them, and on to the one before. So a step
-runs forward three times, and what is kept locally does not grow with the sequence: k1 / k2 states, and k2 states with
-what autograd keeps of a step.
+the k2 steps after the last of these with their graphs, goes back through them, and on to the state before. So a step
+runs forward three times, and the local memory does not grow with the sequence: k1 / k2 states, and k2 states with the
+tensors that autograd keeps of a step.
 """
 
 from collections.abc import Iterator

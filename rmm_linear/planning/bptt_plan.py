@@ -1,4 +1,4 @@
-"""From bytes to a schedule for backpropagation through time: which of Gruslys' plans fits, and what it really holds."""
+"""From bytes to a schedule for backpropagation through time: the plan of Gruslys et al. that fits, and its bytes."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ _PURE: tuple[gruslys.Kind, ...] = ("hsm", "ism")
 
 
 class BPTTPlan(NamedTuple):
-    """What to do with each step, and what it takes.
+    """The actions of each step, and their time and memory.
 
     Attributes:
-        actions: What to do.
-        forward_steps: Forward steps, the first pass and those that are differentiated included.
+        actions: The actions, in order.
+        forward_steps: Forward steps, the first pass and differentiated steps included.
         peak_bytes: The most that is held at a time between two steps, or while one is being differentiated.
     """
 
@@ -31,16 +31,16 @@ class BPTTPlan(NamedTuple):
 
 
 def plain_bytes(steps: int, sizes: StepBytes) -> int:
-    """Return what plain backpropagation through time keeps; the initial and the final state are the caller's."""
+    """Return the bytes that plain backpropagation through time keeps; the initial and final states are the caller's."""
     return steps * sizes.internal_bytes + (steps - 1) * sizes.state_bytes
 
 
 def plan_of(actions: Iterable[Action], steps: int, sizes: StepBytes) -> BPTTPlan:
     """Return the plan of actions on a sequence of so many steps.
 
-    Its peak counts the states that are held, the one that a step starts from and the one that it makes, and the
-    internals of the steps that are stored or being differentiated; each state once, and the initial and the final one
-    not at all, for they are the caller's. What a step needs only while it runs is not counted.
+    Its peak counts held states, the states before and after the present step, and the internals of steps that are
+    stored or being differentiated; each state once, and the initial and the final state not at all, for they are
+    the caller's. Temporaries of a step are not counted.
     """
     actions = tuple(actions)
     pinned: Counter[int] = Counter({0: 1})
@@ -126,7 +126,7 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
     most = {
         "hsm": min(steps, 1 + budget_bytes // state),
         "ism": min(steps, 1 + budget_bytes // max(1, sizes.internal_bytes)),
-        # a table's places are not all taken at one time: those of a quarter more may still fit
+        # a table's places are not all taken at one time: a table with a quarter more places may still fit
         "msm": 1 + min(budget_bytes * 5 // (4 * unit), steps * (sizes.internal_bytes // unit + 2)),
     }[strategy]
     low, high = least, max(most, least)

@@ -10,7 +10,7 @@ from rmm_linear.byte_sizes import UNITS, readable
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(%|[A-Za-z]*)\s*")
 # a float is a part of the plain program's peak
 _SHARE = "of the whole"
-# No step fits into so few: whoever writes such a number thinks of another unit.
+# No step fits into so few bytes: such a number is meant in another unit.
 _FEW_BYTES = 1000
 
 
@@ -63,7 +63,7 @@ class Budget:
         return max(1, int(self.amount * (plain_peak_bytes if self.unit == _SHARE else UNITS[self.unit])))
 
     def that_holds(self, size_bytes: int, plain_peak_bytes: int) -> "Budget":
-        """Say what budget in the same unit a size of at least a byte needs.
+        """Write the budget that a size of at least a byte needs, in the same unit.
 
         It is the least one that has a decimal of a percent, or two of GiB and its like, and three digits.
         """

@@ -1,4 +1,4 @@
-"""An order of computations that changes: what it takes is known after each change, without a pass over the whole.
+"""An order of computations that changes: its peak and time are known after each change, without a pass over all ops.
 
 A computation that comes or goes changes when the storages that it reads and writes are in memory. Only between the
 places where that differs, bytes are counted anew. Each computation has a key, and the keys grow along the order; they
@@ -13,7 +13,7 @@ from rmm_linear.planning.simulate import bytes_of_order
 
 # Between two keys, at the beginning.
 _GAP = 1 << 256
-# The op of the last key: nothing is computed there, and what stays is in memory.
+# The op of the last key: no op is computed there, and storages that stay are in memory.
 _NOTHING = -1
 
 
@@ -29,7 +29,7 @@ class ChangingOrder:
             the ops that hold it back.
         end: The key at which the last result is computed first.
         cost: Time of all computations.
-        excess: What is above the budget, summed over the computations.
+        excess: The bytes above the budget, summed over the computations.
         work: Places whose bytes were counted anew so far.
     """
 
@@ -82,12 +82,12 @@ class ChangingOrder:
         self.cost = cost
 
     def put(self, op: int, key: int) -> None:
-        """Compute an op at a place, too; what it reads was computed before."""
+        """Compute an op at a place, too; its operands were computed before."""
         self._change(op, key, is_there=True)
         self._log.append((op, key, True))
 
     def take(self, key: int) -> None:
-        """Leave a computation out, and those before it that nothing needs any more."""
+        """Leave a computation out, and earlier computations whose results no op needs any more."""
         waiting = [key]
         while waiting:
             key = waiting.pop()
@@ -181,7 +181,7 @@ class ChangingOrder:
         before_state = self._state_span(op)
         place = self.place(key)
         if is_there:
-            # what is there before the next computation, too, but for its random state if that comes with it
+            # memory before the next computation, too, without its random state if that comes with it
             following = self.op_at[self.keys[place]]
             held = self.during[place]
             if following != _NOTHING:

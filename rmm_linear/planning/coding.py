@@ -1,4 +1,4 @@
-"""Which tensors a step keeps as codes, in how many bits, which ones as sketches, and which ones as they are."""
+"""Which tensors a step keeps as codes (in how many bits), as sketches, and as they are."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
-# Ops and exact tensors that are named: so many, and each tensor of a part of what is freed.
+# The number of ops and exact tensors that are named; a tensor is named from this share of the freed bytes on.
 _MOST_NAMED, _PART = 5, 100
 
 
@@ -18,7 +18,7 @@ class Bits:
 
     Attributes:
         norm: Tensors that LayerNorm or RMSNorm has normalised.
-        activation: Inputs of smooth elementwise functions; masks of ReLU, whatever the bits are.
+        activation: Inputs of smooth elementwise functions; masks of ReLU, for any bits.
         attention: Queries, keys, values, outputs and probabilities.
         linear: Other tensors that matrix products, or elementwise products with a gradient, read. ReLU's result
             needs both kinds where a product reads it.
@@ -89,7 +89,7 @@ class CodedTensor:
         code_bytes: Bytes of the code.
         bias: A bound of the bias of readings; 0 if all are unbiased, None if no bound is known (scores of attention).
             For a function f of u, it is the largest value of (1 + u^2) |mean of the reading - f(u)| over |u| <= 40,
-            relative to the largest |f| within +-1: what a gradient is multiplied by may grow as u^2.
+            relative to the largest |f| within +-1: a factor of f in a gradient may grow as u^2.
     """
 
     name: str
@@ -151,7 +151,7 @@ class SketchedTensor:
 
 @dataclass(frozen=True)
 class Coding:
-    """What became of the tensors that a backward pass reads.
+    """The tensors that a backward pass reads: coded, sketched and exact.
 
     Attributes:
         coded: Tensors that are kept as codes.

@@ -2,20 +2,20 @@
 
 Memory belongs to storages and not to ops: an op may write several, and views write none. A graph of one node an op
 predicted 89.6 MB where 65.1 MB were measured. So the graph is bipartite. An op reads storages and writes others, each
-storage is written by one op, and what lies outside of the budget (parameters, buffers, the batch) is no storage at all.
+storage is written by one op; tensors outside of the budget (parameters, buffers, the batch) are no storages.
 
 The ops come in the order in which the plain program runs them. Of a training step, the ops that depend on the gradient
 of the loss are the backward ones; `results` are the storages that must be there when the forward pass ends (the loss,
-what else the step returns, new contents of buffers), `outputs` those that must be there at the very end. `gradients`
-leave before: each is handed over once no later op needs it. One that is an output as well stays in memory from then on,
-as its parameter's `.grad`; one that is not is gone, since an optimizer takes it in the backward pass, or it is added to
-a gradient that was there before.
+other results of the step, new contents of buffers), `outputs` must be there at the very end. `gradients`
+leave before: each is handed over once no later op needs it. A gradient that is an output as well stays in memory from
+then on, as its parameter's `.grad`; another is gone, since an optimizer takes it in the backward pass, or it is added
+to an earlier gradient.
 
 Where storages can be paged, a planner may bring one back in place of computing it again: a copy went to a file or to
 another memory when it was first computed, and a load makes it a storage again. Orders name ops by their numbers; the
 load of storage i has the number `len(ops) + i`.
 
-Nothing here needs torch: a graph can be saved as JSON, and planned elsewhere.
+This module does not need torch: a graph can be saved as JSON, and planned elsewhere.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ class Op:
         cost: Its time in the graph's unit, more than 0.
         reads: Indices of the storages that it reads.
         writes: Indices of the storages that it writes; no other op writes them.
-        temporary_bytes: What it holds only while it runs, beside what it writes.
+        temporary_bytes: Bytes that it holds only while it runs, beside its results.
         is_backward: Whether it depends on the gradient of the loss.
         is_recomputable: Whether it may run a second time; communication and ops with effects may not.
-        is_random: Whether it draws random numbers: such ops keep their order, and draw the same ones again.
+        is_random: Whether it draws random numbers: such ops keep their order, and draw the same numbers again.
         holds_back: Indices of gradients that are handed over only after it has run: it reads their parameter, which an
             optimizer may change from then on, or they go together with one that it reads or writes.
         state_bytes: Size of the random state that is kept from its first computation to its last, if it has several.
@@ -80,11 +80,11 @@ class Graph:
     """Ops in the order of the plain program, and the storages that they read and write.
 
     Attributes:
-        ops: The ops; forward ones first, then backward ones.
+        ops: The ops: forward ops, then backward ops.
         storages: The storages.
         outputs: Indices of the storages that must be there at the end.
         results: Indices of the storages that must be there when the forward pass ends, which is as soon as they are.
-        cost_unit: What costs are counted in: "ms", "flops", "bytes", "ops".
+        cost_unit: The unit of costs: "ms", "flops", "bytes", "ops".
         gradients: Indices of the storages that are handed over as soon as no op needs them any more; see above.
         page_cost: Time in which a byte is paged out, or back, in `cost_unit`; None if nothing can be paged.
 
@@ -179,7 +179,7 @@ class Graph:
 
     @cached_property
     def bytes_while_running(self) -> tuple[int, ...]:
-        """What each op or load adds while it runs: all that it writes, again or not, and its temporaries."""
+        """The bytes that each op or load adds while it runs: all results, written again or not, and temporaries."""
         return tuple(op.temporary_bytes + sum(map(self.sizes.__getitem__, op.writes)) for op in self.runnable)
 
     @cached_property
@@ -210,7 +210,7 @@ class Graph:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that depend on everything but the names, the temporaries and the cost of paging.
 
-        Temporaries of a CPU's kernels depend on the number of threads; a schedule runs whatever they are.
+        Temporaries of a CPU's kernels depend on the number of threads; a schedule runs with any temporaries.
         """
         plain = self.to_dict()
         del plain["page_cost"]
@@ -227,7 +227,7 @@ class Graph:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Graph":
-        """Make a graph of what `to_dict` returned.
+        """Make a graph of a result of `to_dict`.
 
         Raises:
             ValueError: If a part is missing or unknown, or the graph itself is wrong.
@@ -251,12 +251,12 @@ class Graph:
 
     @classmethod
     def from_json(cls, text: str) -> "Graph":
-        """Make a graph of what `to_json` returned."""
+        """Make a graph of a result of `to_json`."""
         return cls.from_dict(json.loads(text))
 
 
 def _check_fields(part: Op | Storage | Graph, where: str) -> None:
-    """Refuse what is of another type than its field, as data from elsewhere may be, and numbers out of range."""
+    """Refuse values of another type than their field's, and numbers out of range."""
     for each in fields(part):
         wrong = _what_is_wrong(getattr(part, each.name), each.type)
         if wrong:

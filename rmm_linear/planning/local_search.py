@@ -1,10 +1,10 @@
 """Fits an order of computations into a budget, and takes computations out of it again, one change after the other.
 
-An order that takes too much is changed where it takes most: something that is in memory there, and is not used, is
-dropped and computed again before its next use. Of several such changes the one is made that frees most for its cost.
-An order that fits is changed the other way round: each second computation is left out, the dearest first, if its result
-can stay in memory within the budget. Both repair what segments and a linear program propose, for these look at one
-place of the step, and at a simpler model of its memory.
+An order that takes too much is changed where it takes most: a storage that is in memory there, and is not used, is
+dropped and computed again before its next use. Of several such changes, the search makes the change that frees most for
+its cost. An order that fits is changed the other way round: each second computation is left out, the dearest first, if
+its result can stay in memory within the budget. Both repair orders that segments and a linear program propose, for
+these look at one place of the step, and at a simpler model of its memory.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rmm_linear.planning.changing_order import ChangingOrder
 from rmm_linear.planning.graph import Graph
 
-# Changes of a place that are tried before one of them is made: those that free most for their cost.
+# The number of changes of a place that are tried, of the most freed bytes for their cost, before one is made.
 _MOST_TRIED = 6
 # Places whose bytes are counted anew until an order counts as too far from the budget: for each of its computations,
 # and in all.
@@ -36,7 +36,7 @@ _PATIENCE = 0.25
 class _Change(NamedTuple):
     """Ops that are computed right before a key, and the key of a computation that goes, if one does."""
 
-    # what it costs more, over the bytes that it frees
+    # the extra cost over the bytes that the change frees
     price: float
     ops: list[int]
     before: int
@@ -90,7 +90,7 @@ class LocalSearch:
         return best
 
     def searched(self, order: Sequence[int], most_work: int, enough: float) -> list[int]:
-        """Leave some computations out of an order that fits, at random, and fit it again; keep what is cheaper.
+        """Leave some computations out of an order that fits, at random, and fit it again; keep the cheaper order.
 
         The search ends after `most_work`, after a quarter of it that brings nothing cheaper, or at a cost of `enough`.
         """
@@ -162,7 +162,7 @@ class LocalSearch:
         excess, cost = changing.excess, changing.cost
         keys = changing.keys_before(change.before, len(change.ops))
         for op, key in zip(change.ops, keys, strict=False):
-            # another change may have moved what it reads to a later place
+            # another change may have moved its operands to a later place
             if any(changing.last_run(self._graph.writer[index], key) is None for index in self._graph.ops[op].reads):
                 return None
             changing.put(op, key)
@@ -218,7 +218,7 @@ class _Place:
         self._stays = {*graph.outputs, *graph.freed}
         if key <= changing.end:
             self._stays.update(graph.results)
-        # of what is computed before: where it is read first, and last, before it is computed anew
+        # of earlier computations: where they are read first, and last, before they run again
         self._next_use: dict[int, int] = {}
         self._last_use: dict[int, int] = {}
         op_at = changing.op_at
@@ -241,7 +241,7 @@ class _Place:
         yield from self._readers_earlier()
 
     def _computed_again(self) -> Iterator[_Change]:
-        """What is in memory, and not used here, is computed again before its next use."""
+        """A storage that is in memory, and not used here, is computed again before its next use."""
         freed_by: dict[int, list[int]] = {}
         for index in self._next_use.keys() - self._here - self._stays:
             freed_by.setdefault(self._graph.writer[index], []).append(index)
@@ -254,11 +254,11 @@ class _Place:
 
     def _cost(self, writer: int, again: Sequence[int]) -> float:
         cost = sum(self._graph.ops[op].cost for op in again)
-        # what was not read yet is computed later, and not twice
+        # a storage that was not read yet is computed later, and not twice
         return cost - self._graph.ops[writer].cost if self._is_unread(writer) else cost
 
     def _ops_from_there(self, writer: int, use: int, freed: Sequence[int]) -> list[int]:
-        """The ops that compute an op's results from what is in memory at a later place; none if that can't be."""
+        """The ops that compute an op's results from storages in memory at a later place; none if there are none."""
         ops, is_freed = self._graph.ops, set(freed)
         again, waiting = set(), [writer]
         while waiting:
@@ -295,7 +295,7 @@ class _Place:
                     yield _Change(self._cost(writer, again) / self._graph.sizes[index], again, after)
 
     def _readers_earlier(self) -> Iterator[_Change]:
-        """The op itself runs as early as it can, or the last reader of what is in memory runs before it."""
+        """The op itself runs as early as it can, or the last reader of a storage in memory runs before it."""
         ops, changing, key = self._graph.ops, self._changing, self._key
         made = max((last for i in self._here if (last := changing.last_run(self._graph.writer[i], key))), default=0)
         first = changing.keys[changing.place(made) + 1] if made else changing.keys[0]

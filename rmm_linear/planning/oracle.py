@@ -1,12 +1,12 @@
 """The best order of computations there is, found by looking at all of them: for tiny graphs, to judge planners by.
 
-What the rest of a schedule can do depends on what is in memory, and on nothing else: so orders are paths between sets
+The rest of a schedule depends on the storages in memory alone: so orders are paths between sets
 of live storages, and the cheapest one within a budget is a shortest path (Dijkstra). There are up to 2^s sets for s
 storages; graphs of 6 to 8 forward ops with their backward ops take milliseconds to seconds.
 
-The search knows nothing of chains, segments, or an order of the ops: any op may run whenever what it reads is there.
-It frees as `Schedule.from_order` does, that is, whenever it likes, but never an output, and a gradient only when no op
-is left that holds it back.
+The search knows nothing of chains, segments, or an order of the ops: any op may run whenever its operands are in
+memory. It frees as `Schedule.from_order` does, that is, whenever it likes, but never an output, and a gradient only
+when no op is left that holds it back.
 """
 
 import heapq
@@ -28,7 +28,7 @@ def cheapest_order(graph: Graph, budget_bytes: int) -> Proposal | None:
 
 
 def leanest_order(graph: Graph) -> Proposal:
-    """Return an order of the least peak, whatever it costs.
+    """Return an order of the least peak, at any cost.
 
     Raises:
         ValueError: If the graph has more than 24 storages.
@@ -49,7 +49,7 @@ def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal
     writes = [_mask(op.writes) for op in graph.ops]
     outputs, results = _mask(graph.outputs), _mask(graph.results)
     has_backward = graph.forward_count < len(graph.ops)
-    # ops whose first run is more than what they write: a bit each, above those of the storages
+    # ops whose first run matters beside their results: a bit each, above the bits of the storages
     writes_gradient = [not graph.freed.isdisjoint(op.writes) for op in graph.ops]
     special = [
         position

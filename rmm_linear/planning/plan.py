@@ -1,4 +1,4 @@
-"""What was planned, in numbers that a user can read: `print(plan)`."""
+"""Plans in numbers that a user can read: `print(plan)`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from rmm_linear.planning.simulate import Simulation, simulate
 from rmm_linear.planning.stored_plans import library_version
 from rmm_linear.planning.timeline import draw
 
-# ops of this library: sketches, and what draws
+# ops of this library: sketches, and draws of seeds
 _OURS, _DRAWING = "rmm_linear.", ("rmm_linear.draw_seed", "rmm_linear.unbind_copy")
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What was planned for one shape of a step.
+    """The plan of one shape of a step.
 
     Attributes:
         graph: The captured step.
-        schedule: What runs.
+        schedule: The schedule that runs.
         planned: The schedule's peak, cost and timeline.
         plain: The same of the step without a plan.
         budget_bytes: The budget.
@@ -76,8 +76,8 @@ class CheckpointPlan:
     def with_gradients_freed(self) -> "CheckpointPlan":
         """Judge the same computations in steps that leave no gradient of a parameter behind.
 
-        So are all micro-batches but the first, whose gradients are added to what is there, and steps whose gradients
-        an optimizer takes in the backward pass.
+        So are all micro-batches but the first, whose gradients are added to earlier gradients, and steps whose
+        gradients an optimizer takes in the backward pass.
         """
         graph = self.graph.with_gradients_freed()
         made = self.schedule
@@ -85,7 +85,7 @@ class CheckpointPlan:
         return CheckpointPlan.of(graph, schedule, self.budget_bytes)
 
     def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
-        """Say what each block keeps and computes again: blocks by name, in the order in which they first run.
+        """Return the kept and recomputed bytes of each block: blocks by name, in the order in which they first run.
 
         Args:
             depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
@@ -110,7 +110,7 @@ class CheckpointPlan:
         return blocks
 
     def figure(self, path: str | Path) -> None:
-        """Draw what is in memory over the step, without and with the plan, to a file whose suffix says the format.
+        """Draw the bytes in memory over the step, without and with the plan, to a file whose suffix says the format.
 
         Raises:
             ImportError: If matplotlib is missing.
@@ -215,10 +215,10 @@ class BlockPlan:
     """One block of a plan.
 
     Attributes:
-        plain_bytes: What its ops keep at the end of the plain forward pass.
-        kept_bytes: What they keep under the plan.
+        plain_bytes: The bytes that its ops keep at the end of the plain forward pass.
+        kept_bytes: The bytes that they keep under the plan.
         cost: Time of its ops, each once.
-        extra_cost: Time of those that are computed again.
+        extra_cost: Time of recomputation.
     """
 
     plain_bytes: int

@@ -40,12 +40,12 @@ _PART = 1e-3
 _NO_CODES = Coding()
 # The solver's time for a program.
 _MOST_S = 10.0
-# What it says of a program without a solution.
+# The solver's status of a program without a solution.
 _INFEASIBLE = 2
 
 
 class Relaxed(NamedTuple):
-    """What a linear program says.
+    """The solution of a linear program.
 
     Attributes:
         extra_cost: The least extra cost.
@@ -215,6 +215,6 @@ def _with_ancestors(graph: Graph, storages: Iterable[int]) -> set[int]:
 
 
 def _bytes_of(graph: Graph, op: int) -> int:
-    """What is there while a backward op runs, beside forward storages."""
+    """The bytes in memory while a backward op runs, beside forward storages."""
     backward = {index for index in graph.ops[op].reads if graph.writer[index] >= graph.forward_count}
     return graph.bytes_while_running[op] + sum(graph.sizes[index] for index in backward)

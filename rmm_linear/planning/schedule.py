@@ -1,9 +1,9 @@
-"""A schedule: what is computed, computed again, and freed, step by step. Plain data.
+"""A schedule: computations, recomputations, and frees, step by step. Plain data.
 
-A planner decides on an *order*: a sequence of ops in which some occur more than once. All else follows: a read takes
-what the latest computation before it wrote, so that a storage can go after the last read before it is written anew, or
-for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end, gradients
-that are none until they are handed over.
+A planner decides on an *order*: a sequence of ops in which some occur more than once. All else follows: an op reads
+the result of the latest computation before it, so that a storage can go after the last read before it is written anew,
+or for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end,
+gradients that are none until they are handed over.
 """
 
 import json
@@ -83,7 +83,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> "Schedule":
-        """Make a schedule of what `to_dict` returned.
+        """Make a schedule of a result of `to_dict`.
 
         Raises:
             ValueError: If this is no schedule.
@@ -109,13 +109,13 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> "Schedule":
-        """Make a schedule of what `to_json` returned."""
+        """Make a schedule of a result of `to_json`."""
         return cls.from_dict(json.loads(text))
 
 
 def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the storages that can go after each place of the order."""
-    # what stays from its computation on, whoever reads it; a gradient only until it is handed over
+    # storages that stay from their computation on, after all readers; a gradient only until it is handed over
     stays = bytearray(len(graph.storages))
     for index in graph.outputs:
         stays[index] = 1
@@ -182,7 +182,7 @@ def end_of_forward(graph: Graph, order: Sequence[int]) -> int:
 
 
 def validate(graph: Graph, schedule: Schedule) -> None:
-    """Check that a schedule can run, and that it computes what the plain program computes.
+    """Check that a schedule can run, and that it computes the plain program's results.
 
     Raises:
         ScheduleError: If it belongs to another graph, or a step is wrong: it says which one, and why.

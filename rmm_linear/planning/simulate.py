@@ -1,9 +1,9 @@
 """The simulator: bytes at every step of a schedule, and its time.
 
-While an op runs, memory holds what was there before, all that it writes (also what is there already, when it runs a
-second time, and what no op reads), and its temporaries. An op that draws random numbers and runs several times has the
-random state kept for it. The peak is the largest such sum. A storage that is loaded was paged out before, once: both
-take time, and nothing runs meanwhile. Measured peaks equal it to the byte
+While an op runs, memory holds the storages from before, all its results (also results in memory, when it runs a
+second time, and results that no op reads), and its temporaries. An op that draws random numbers and runs several times
+has the random state kept for it. The peak is the largest such sum. A storage that is loaded was paged out before, once:
+both take time, and no op runs meanwhile. Measured peaks equal the simulated peak to the byte
 (`rmm_linear.compiler.exact_program` runs schedules; the tests measure with an instrument of their own).
 """
 
@@ -17,14 +17,14 @@ from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_orde
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule takes.
+    """The peak and the time of a schedule.
 
     Attributes:
         peak_bytes: The most that is in memory at any time; parameters, buffers and the batch are not counted.
         cost: Time of all computations and of paging, in the graph's unit.
-        extra_cost: Time of what the plain program does not do.
+        extra_cost: Time beyond the plain program's.
         bytes_at_step: Bytes in memory during each step.
-        forward_bytes: Bytes in memory when the forward pass has ended: what is kept for the backward pass, and results.
+        forward_bytes: Bytes in memory at the end of the forward pass: storages kept for the backward pass, and results.
         forward_live: Storages in memory then.
     """
 
@@ -44,7 +44,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Proposal:
-    """An order of computations, and what it takes.
+    """An order of computations, with its peak and time.
 
     Attributes:
         peak_bytes: Its peak.
@@ -109,7 +109,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Simulation:
 
 
 def peak_and_cost(graph: Graph, order: Sequence[int]) -> tuple[int, float]:
-    """Return what `simulate` would for `Schedule.from_order`, faster and without a check: for planners' loops."""
+    """Return the result of `simulate` for `Schedule.from_order`, faster and without a check: for planners' loops."""
     ops = graph.runnable
     cost = sum(ops[index].cost for index in order)
     if graph.page_cost is not None:

@@ -1,9 +1,9 @@
 """Schedules kept on disk: a step that was planned once is not planned again by the next process.
 
 They lie in a folder of the user's cache, a file each, named by a hash of the graph, the strategy and the library's
-version, and by the budget. The cheapest one that fits is taken, whatever budget it was made for: no plan is dearer than
+version, and by the budget. The cheapest plan that fits is taken, made for any budget: no plan is dearer than
 one that was found before for a smaller budget. The environment variable RMM_LINEAR_PLANS names another folder, or is
-"off". What is read is checked as any schedule from elsewhere is; what can't be read or written is as if it were not
+"off". A schedule that is read is checked as any other; a file that can't be read or written is as if it were not
 there.
 """
 
@@ -21,7 +21,7 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 
 _SWITCH = "RMM_LINEAR_PLANS"
-# Those that were not read for longest go first.
+# Files that were not read for longest go first.
 _MOST_FILES = 256
 
 
@@ -67,7 +67,7 @@ def store_plan(graph: Graph, strategy: str, budget_bytes: int, schedule: Schedul
 
 def _folder() -> Path | None:
     named, cache = os.environ.get(_SWITCH), os.environ.get("XDG_CACHE_HOME")
-    # where nobody knows the user's home, nothing is kept
+    # without a home folder, no plan is kept
     with contextlib.suppress(RuntimeError):
         if named is not None:
             return None if named in ("", "0", "off") else Path(named).expanduser()

@@ -1,4 +1,4 @@
-"""What is in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
+"""The bytes in memory over a step, by kind, drawn for the plain program and for a plan side by side."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 def bytes_by_kind(graph: Graph, schedule: Schedule) -> dict[str, list[int]]:
-    """Say what is in memory while each op of a schedule runs: for each of `KINDS`, the bytes at every computation.
+    """Return the bytes in memory while each op of a schedule runs: for each of `KINDS`, at every computation.
 
     They add up to the simulator's; random states count as activations.
     """

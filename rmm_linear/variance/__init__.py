@@ -1,4 +1,4 @@
-"""How noisy is a weight gradient: what a sketch adds, next to what minibatches have anyway, and what to do about it."""
+"""The noise of weight gradients: the variance of a sketch beside that of minibatches, and choices that lower it."""
 
 from rmm_linear.variance.allocation import (
     Allocation,

@@ -218,7 +218,7 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
 
     Args:
         profile: The options.
-        budget_bytes: What the layers may keep together; may be infinite.
+        budget_bytes: Bytes that the layers may keep together; may be infinite.
         objective: "total" for the least sum of variances, the noise of the whole gradient; "relative" for the least
             sum of each layer's variance over its own squared gradient.
 
@@ -247,7 +247,7 @@ def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocati
 
     Args:
         profile: The options.
-        variance_limit: What the variances may add up to; may be infinite.
+        variance_limit: Limit of the sum of variances; may be infinite.
 
     Raises:
         ValueError: If the limit is no number or below the least possible.

@@ -123,9 +123,9 @@ def _mean(batches: list[LayerProfile]) -> LayerProfile:
 def profile_noise(
     model: nn.Module, runs: Sequence[Callable[[], object]], configs: Sequence[RMMConfig], *, layers_at_once: int = 4
 ) -> NoiseProfile:
-    """Measure, on a few batches, what each configuration would cost each sketched layer.
+    """Measure, on a few batches, the bytes and the variance of each configuration in each sketched layer.
 
-    Gradients, buffers and the random state are afterwards what they were before, and all runs see the same random
+    Gradients, buffers and the random state are afterwards as they were before, and all runs see the same random
     numbers. Layers that get no gradient are left out.
 
     Examples:
@@ -141,8 +141,8 @@ def profile_noise(
     Args:
         model: A model with sketched layers, in eager and in training mode.
         runs: A callable a batch, which runs forward and backward pass of that batch, and no optimizer step.
-        configs: Candidates, the same for all layers. Those that leave padding out are measured without it where the
-            model announces its mask to the layer (`rmm_linear.padding`).
+        configs: Candidates, the same for all layers. Candidates that leave padding out are measured without it where
+            the model announces its mask to the layer (`rmm_linear.padding`).
         layers_at_once: Layers whose inputs may be held at the same time; each batch is run once for so many.
 
     Returns:

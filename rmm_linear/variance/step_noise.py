@@ -1,4 +1,4 @@
-"""The noise of a whole step's gradient, measured: what the step itself draws, next to what minibatches differ by.
+"""The noise of a whole step's gradient, measured: the variance over the step's own draws, and over minibatches.
 
 It works for any step: sketches, codes, dropout, in eager mode and compiled. Two batches have two gradients each, a, b
 and a', b', which differ by the step's draws alone:
@@ -61,7 +61,7 @@ def measure_step_noise(
     of them (of the minibatch).
 
     Args:
-        model: The model, in the mode in which it is trained, or what torch.compile returned for it.
+        model: The model, in the mode in which it is trained, or the model that torch.compile returned for it.
         batches: Minibatches of one size, four or more; if their number is odd, the last is left out.
         loss_fn: Called as `loss_fn(model, batch)`, returns the loss; `model(**batch).loss` if None.
 

@@ -25,18 +25,22 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
 def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 17
+    assert len(BLOCKS) == 18
     # one draws a figure
     monkeypatch.chdir(tmp_path)
     for block in BLOCKS:
         model = tiny("RobertaForSequenceClassification", num_hidden_layers=1)
+        # a block that takes sample numbers out of its batches has them there
+        numbers = [{"idx": torch.tensor(index)} if '"idx"' in block else {} for index in range(16)]
+        examples = [{**example, **number} for example, number in zip(_examples(), numbers, strict=True)]
         names = {
             "model": model,
             "args": transformers.TrainingArguments(
                 output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=8, report_to="none", use_cpu=True
             ),
             "train_dataset": _examples(),
-            "train_dataloader": torch.utils.data.DataLoader(_examples(), batch_size=8),
+            "dataset": examples,
+            "train_dataloader": torch.utils.data.DataLoader(examples, batch_size=8),
             "batch": next(iter(torch.utils.data.DataLoader(_examples(), batch_size=8))),
             "batches": list(torch.utils.data.DataLoader(_examples(), batch_size=4)),
             "optimizer": torch.optim.AdamW(model.parameters()),

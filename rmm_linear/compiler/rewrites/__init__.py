@@ -2,7 +2,7 @@
 
     casts.py         makes casts of parameters again, in place of keeping them
     step.py          finds which backward ops read which tensors
-    norms.py, activations.py, relu.py, attention.py, products.py: find tensors that can be coded, and what reads each
+    norms.py, activations.py, relu.py, attention.py, products.py: find tensors that can be coded, and their readers
     choice.py        chooses among them
     sketches.py      estimates weight gradients of linear layers from sketches
     codes.py         codes a tensor, and reads the code
@@ -36,7 +36,7 @@ def code_step(step: Step, bits: Bits, parameters: Collection[fx.Node], ratio: fl
     """
     blocks, chosen = step.blocks, Choice(step, bits)
     sketched = [] if ratio is None else sketches(step, chosen, parameters, ratio)
-    # no bound is known for what goes through the exponential of a score
+    # no bound is known for the bias through the exponential of a score
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
     memories = tuple(
         FreedMemory(node.name, size_bytes(node), tuple(sorted(code.name for code in codes)))

@@ -6,13 +6,13 @@ f smoothed by a box of width s. A series of central differences undoes the box, 
 d^2 f = f(u + s) - 2 f(u) + f(u - s), of which one or two terms are taken. Nothing of f must be known for that; in
 contrast to a series of derivatives, it diverges for no s. Of f(u + k s) and f(u - k s) one is drawn and taken twice:
 the mean is the same, the variance a tenth more in the mean over u, and a third of the evaluations of f is saved, which
-are what a reading takes on a GPU.
+take most of the time of a reading on a GPU.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
 So f must be linear above T, and constant below -T. With 4 bits, v is coded in place of u = v + c v^3: steps of u are
 smaller near zero, where f bends, and larger far away. Where f is linear it is a cubic of v, which one term reads.
 
-Before a function is coded, all of this is checked: the mean of what will be read is compared with the function on a
+Before a function is coded, all of this is checked: the mean of the readings is compared with the function on a
 grid of u, for the largest step that can be.
 """
 
@@ -52,7 +52,7 @@ _LEAST = 1e-4
 
 
 class Place(NamedTuple):
-    """What stands for a tensor in the ops of a function: "u", "gradient", or the number of an op."""
+    """A tensor in the ops of a function: "u", "gradient", or the number of an op."""
 
     name: str
 
@@ -82,7 +82,7 @@ class Limits(NamedTuple):
     """How well a function is read.
 
     Attributes:
-        bias: The most that the mean of a reading differs from the function, times 1 + u^2, for what a gradient
+        bias: The most that the mean of a reading differs from the function, times 1 + u^2, for a factor that a gradient
             multiplies it by may grow with u; relative to the largest value of the function within +-1.
         slope: The slope of the function where the excess begins; 0 where it does not matter.
     """
@@ -108,7 +108,7 @@ class Activation(Rewrite):
     """Functions of a tensor.
 
     Attributes:
-        regions: What the backward pass computes of them.
+        regions: The parts of the backward pass that compute with them.
         outputs: Nodes that are functions of the tensor alone.
         way: How many terms of the series are taken, and where the tensor is cut.
     """
@@ -125,7 +125,7 @@ class Activation(Rewrite):
         return any({first, last} <= {read.reader for read in region.reads} for region in self.regions)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Compute what a region hands on from the code."""
+        """Compute the results of a region from the code."""
         for region in self.regions:
             if reader is region.reads[0].reader:
                 gradient = editor.now(region.gradient)

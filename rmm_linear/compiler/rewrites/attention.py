@@ -79,7 +79,7 @@ def is_result(read: Read) -> bool:
 
 
 def run_again(reader: fx.Node, editor: Editor) -> None:
-    """Run the forward op of a fused backward op on what the backward op reads, for its output and normalisation."""
+    """Run the forward op of a fused backward op on the readings of its inputs, for its output and normalisation."""
     mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
     options: Any = {"dropout": reader.args[6], "is_causal": reader.args[7], "scale": reader.kwargs.get("scale")}
     output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, before=reader, **options)

@@ -1,6 +1,6 @@
 """Casts of parameters, made again in the backward pass: autocast casts each weight, and its cast would be kept.
 
-A cast costs less than a code of it, and has no noise. What is no parameter may be gone, or be another, by then.
+A cast costs less than a code of it, and has no noise. Other inputs than parameters may be changed or freed by then.
 """
 
 from collections.abc import Collection

@@ -18,14 +18,14 @@ class Choice:
     """The codes of a step, and the reads that they serve.
 
     A read that would make a gradient biased is refused, and is served by no code. A code that frees no more bytes than
-    it takes is dropped. Both change what else can be served, so that the choice is repeated until nothing changes.
+    it takes is dropped. Both change which other reads can be served, so that the choice is repeated until it is stable.
 
     Attributes:
         rewrites: One for each code.
         readings: Tells which tensors can be read from the codes.
         served: Reads of tensors that are read from codes, beside the rewrites' own.
         unserved: Reads of tensors as they are.
-        repeated: Backward ops of attention, whose forward op runs again on what is read.
+        repeated: Backward ops of attention, whose forward op runs again on the readings.
     """
 
     def __init__(self, step: Step, bits: Bits) -> None:
@@ -127,8 +127,7 @@ class Choice:
         """Drop codes that free no more bytes than they take, and forward ops that need not run again."""
         scores = [(code, read) for code, read in self.served_by() if attention.is_score(read)]
         needed = {read.reader for code, read in scores if code.bits < 8}
-        # memory is freed by all of its codes together: a minimum cut parts the codes that are worth their bytes from
-        # those that are not
+        # memory is freed by all of its codes together: a minimum cut finds the codes that are worth their bytes
         flow = nx.DiGraph([("bytes freed", "bytes of codes")])
         flow["bytes freed"]["bytes of codes"]["capacity"] = 0
         for node, codes in self.freed().items():

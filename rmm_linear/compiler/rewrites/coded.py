@@ -58,7 +58,7 @@ class Code:
     """The code of a tensor.
 
     Attributes:
-        node: The node that is coded; the code of a norm is of what the node is before weight and bias.
+        node: The node that is coded; the code of a norm is of the node before weight and bias.
         kind: The kind of ops that it is for.
         bits: 8 or 4; 1 for a mask.
         tail: Where the tensor is cut, its excess being coded apart; None if it is not cut.
@@ -94,12 +94,12 @@ class Code:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """Nodes of what a reading needs: the code's parts, and its key."""
+        """The nodes that a reading needs: the code's parts, and its key."""
         return *self.parts, self.key
 
     @property
     def how(self) -> dict[str, Any]:
-        """What functions that write or read the code know of it."""
+        """The properties of a code that functions need to write or read it."""
         return {"shape": self.shape, "bits": self.bits}
 
     def read(self, editor: Editor, before: fx.Node) -> fx.Node:

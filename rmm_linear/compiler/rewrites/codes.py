@@ -88,7 +88,7 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
 
 
 def curved(x: Tensor, cube: float) -> Tensor:
-    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large ones far away."""
+    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large steps far away."""
     root = (3 * cube) ** 0.5
     return torch.sinh(torch.asinh(x * (1.5 * root)) / 3) * (2 / root) if cube else x
 
@@ -103,10 +103,10 @@ def encode_with_tail(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Code a tensor cut at +-tail, and its excess above tail in one more symbol: so no outlier makes steps larger.
 
-    The excess is rounded at random to 0 or to the largest one of its column and group, without bias. Elements that have
-    an excess are at the cut, whose number is the highest or the one below: two above it say that the excess is there. A
-    column that has an element that is not finite is read as NaN. The tail is at least 1e-3, and of what is cut,
-    `curved` is coded.
+    The excess is rounded at random to 0 or to the largest excess of its column and group, without bias. Elements that
+    have an excess are at the cut, whose number is the highest or the second highest: a number two higher marks the
+    excess. A column that has an element that is not finite is read as NaN. The tail is at least 1e-3, and of the cut
+    tensor, `curved` is coded.
 
     Returns:
         The code and the steps, as `encode` returns them; the largest excesses, shaped as the steps.
@@ -222,8 +222,8 @@ def _xorshift(bits: Tensor, by: int) -> Tensor:
 def _rounded(x: Tensor, steps: Tensor, drawn: Tensor, half: float) -> Tensor:
     """Numbers from 0 to 2 * half."""
     numbers = torch.floor(x.to(torch.float32) * (1 / steps) + drawn) + (half + 0.5)
-    # Inductor leaves out a cast between two ops that it fuses: an element may be larger than the largest one by what
-    # its dtype rounds away
+    # Inductor leaves out a cast between two ops that it fuses: an element may exceed the largest element by the
+    # rounding of its dtype
     return numbers.clamp(0, 2 * half)
 
 

@@ -1,4 +1,4 @@
-"""Codes of norms: of what is normalised, x^ = (x - mean) / deviation.
+"""Codes of norms: of the normalised tensor, x^ = (x - mean) / deviation.
 
 With h = gradient * weight, r = 1 / deviation and D features, the gradient of a LayerNorm is
 
@@ -77,7 +77,7 @@ class Square(NamedTuple):
     Attributes:
         first: A product with a gradient.
         factor: The gradient.
-        chain: The sum of the product, and what is computed from it, in order: linear, and elementwise after the sum.
+        chain: The sum of the product, and the ops that follow, in order: linear, and elementwise after the sum.
         second: The product with the end of the chain.
     """
 
@@ -109,7 +109,7 @@ class RMSNorm(Rewrite):
         return editor.insert(_quotient, normalised, self.scale, before=before, **options)
 
     def replace(self, reader: fx.Node, editor: Editor, readings: Readings) -> None:
-        """Read the input; from the second product, subtract what the errors of both have in common."""
+        """Read the input; from the second product, subtract the mean of the product of both errors."""
         square = next(each for each in self.squares if reader in (each.first.reader, each.second.reader))
         if reader is square.first.reader:
             reader.replace_input_with(square.first.source, readings.read(square.first.source, editor, reader))
@@ -134,7 +134,7 @@ def _layer_norm(step: Step, read: Read, bits: int) -> LayerNorm | None:
     x, mean, rstd = read.source, node_at(read.reader, 3), node_at(read.reader, 4)
     norm = node_at(rstd, 0) if rstd.target is operator.getitem else rstd
     is_known = norm.target is aten.native_layer_norm.default and {0, 1, 2} <= {user.args[1] for user in norm.users}
-    # statistics over several dimensions are not those of a row
+    # statistics over several dimensions are no statistics of a row
     if not is_known or node_at(norm, 0) is not x or len(read.reader.args[2]) != 1 or not step.is_float(x):  # type: ignore[arg-type]
         return None
     shape = Shape.of(torch.empty(shape_of(x), dtype=x.meta["val"].dtype, device="meta"))

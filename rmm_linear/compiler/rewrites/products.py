@@ -34,7 +34,7 @@ def is_linear(read: Read) -> bool:
 def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Rewrite]:
     """Find tensors that could have codes of their own for these reads.
 
-    `repeated` are backward ops of attention, whose forward op runs again on what is read.
+    `repeated` are backward ops of attention, whose forward op runs again on the readings.
     """
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:
@@ -43,7 +43,7 @@ def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collecti
     for node, own in found.items():
         is_attention = is_output(step.base[node]) or any(read.reader.target in FUSED for read in own)
         kind, size = ("attention", bits.attention) if is_attention else ("linear", bits.linear)
-        # scores of 4 bits need the normalisation of what is read
+        # scores of 4 bits need the normalisation of the readings
         needs_eight = any(is_score(read) and read.reader not in repeated for read in own)
         shape = Shape.of(node.meta["val"])
         if size and shape is not None:

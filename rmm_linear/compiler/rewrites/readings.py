@@ -1,9 +1,9 @@
 """Readings: tensors of the forward pass as the backward pass computes them from codes, without bias; and rewrites.
 
 A tensor that has a code is read from it. A tensor that follows from such tensors by ops that are linear in them is
-computed again from what is read of them: views, casts, products with a number, a parameter, a mask or a statistic of
-rows, sums. So is a product of two tensors whose codes are different ones, for their errors are independent. A tensor
-that is small beside what follows from it is kept and read as it is, if it has a code or not.
+computed again from their readings: views, casts, products with a number, a parameter, a mask or a statistic of
+rows, sums. So is a product of two tensors with different codes, for their errors are independent. A tensor
+that is small beside its results is kept and read as it is, with a code or without.
 """
 
 import operator
@@ -19,7 +19,7 @@ from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.step import Read, Step, node_at, shape_of
 
 aten = torch.ops.aten
-# Linear in their first argument, whatever the others are, which are no tensors.
+# Linear in their first argument; the other arguments are no tensors.
 _PASSED_THROUGH = {
     aten._to_copy.default,
     aten.clone.default,
@@ -79,7 +79,7 @@ class Readings:
         made = {each: self.read(each, editor, before) for each in self._coded_sources(node)}
         where: Any = {"before": before, "block_of": node}
         if node.target in _VIEWS:
-            # what is read may be laid out otherwise
+            # a reading may have another layout
             return editor.insert(_reshaped, made[node_at(node, 0)], shape=tuple(shape_of(node)), **where)
         return editor.copy(node, made, **where)
 
@@ -114,7 +114,7 @@ class Readings:
         return together
 
     def _coded_sources(self, node: fx.Node) -> dict[fx.Node, frozenset[Code]]:
-        """What a tensor is computed from that is read from codes."""
+        """The coded tensors from which a tensor is computed."""
         sources = node.all_input_nodes
         found = {each: self.codes_of(each) for each in sources if len(sources) == 1 or not _is_small(each, node)}
         return {each: codes for each, codes in found.items() if codes is not None}
@@ -140,7 +140,7 @@ class Rewrite:
     Attributes:
         code: The code.
         serves: The reads.
-        bias: A bound of the bias of what `replace` and `provided` read, see `rmm_linear.planning.coding.CodedTensor`.
+        bias: A bound of the bias of the readings, see `rmm_linear.planning.coding.CodedTensor`.
     """
 
     code: Code
@@ -148,7 +148,7 @@ class Rewrite:
     bias: float = 0.0
 
     def provided(self) -> dict[fx.Node, Reading]:
-        """The tensors that other ops can read from the code: the one that is coded."""
+        """The tensors that other ops can read from the code: the coded tensor."""
         return {self.code.node: self.code.read}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:

@@ -33,7 +33,7 @@ class Sketch:
     Attributes:
         reads: The products: g^T x, or x^T g of the transpose of x if `is_transposed`.
         rows: Rows of x, which has `features` columns.
-        memories: What is kept if the products read x as it is.
+        memories: The memories that are kept if the products read x as it is.
         is_kept: Whether S^T x is kept in the place of x.
         seed: The node of the seed of S.
     """
@@ -112,7 +112,7 @@ def sketches(step: Step, chosen: Choice, parameters: Collection[fx.Node], ratio:
             continue
         memories = frozenset().union(*(step.memories(read.source) for read in reads))
         sketch = Sketch(reads, is_transposed, rows, features, config, memories, is_kept=False)
-        # what is computed in the backward pass is not there to be sketched before
+        # a tensor that the backward pass computes can't be sketched in the forward pass
         is_of_forward = all(step.memories(read.source) == {step.base[read.source]} for read in reads)
         sketch.is_kept = not is_served and is_of_forward and sketch.sketch_bytes < sum(map(size_bytes, memories))
         found.append(sketch)

@@ -33,14 +33,14 @@ class Read(NamedTuple):
 
 
 class Step:
-    """A joint graph, a functional one, and what its backward pass reads.
+    """A joint graph, a functional one, and the reads of its backward pass.
 
     Attributes:
         blocks: The module that each node belongs to.
         gradients: Nodes that depend on a tangent, the placeholder of the gradient of a result.
         number: The place of each node in the graph.
         base: For each node, the node that writes the memory in which its value lies.
-        reads: What ops that depend on gradients read, in the order of the ops.
+        reads: The reads of ops that depend on gradients, in the order of the ops.
         input: An input of a dtype that codes know; None if there is none.
     """
 
@@ -116,7 +116,7 @@ class Step:
             found = noisy.intersection(node.all_input_nodes)
             if found and node.op == "call_function":
                 value = node.meta["val"]
-                # a comparison is named, and not what follows from it
+                # a comparison is named, and not the ops that follow
                 if not isinstance(value, Tensor) or _is_number(value):
                     noisy.add(node)
                 if isinstance(node.target, torch._ops.OpOverload) and not self._is_linear(node, node.target, found):
@@ -173,7 +173,7 @@ def shape_of(node: fx.Node) -> torch.Size:
 
 
 def ancestors(step: Step, node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes in whose memory a view lies, from the node itself to the one that wrote it."""
+    """Yield the nodes in whose memory a view lies, from the node itself to the node that wrote the memory."""
     while True:
         yield node
         if step.base[node] is node:

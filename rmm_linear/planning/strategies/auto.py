@@ -1,7 +1,8 @@
 """The plan for a budget that users get: several orders of computation, each fitted to the budget by local search.
 
 The search starts from the plain order, from orders in which the forward pass is computed again segment by segment, and,
-where scipy is installed, from what a linear program would keep within these (`rmm_linear.planning.relaxation`).
+where scipy is installed, from the tensors that a linear program would keep within these
+(`rmm_linear.planning.relaxation`).
 """
 
 import contextlib
@@ -84,7 +85,7 @@ def _most_work(graph: Graph) -> int:
 
 
 def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
-    """Lower the peak of an order, whatever it costs."""
+    """Lower the peak of an order, at any cost."""
     work, order = 0, list(order)
     peak = peak_and_cost(graph, order)[0]
     step = max(1, int(_STEP * peak))
@@ -102,8 +103,9 @@ def _leaner(graph: Graph, order: Sequence[int]) -> list[int]:
 def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...]]]:
     """Return a bound of the extra cost, and orders to begin with.
 
-    The forward ops are cut into segments, which are computed again one by one: what crosses them is kept, and what the
-    linear program would keep within them. Without a solver, or if it takes too long, nothing is kept within them.
+    The forward ops are cut into segments, which are computed again one by one: storages that cross them are kept, and
+    storages within them that the linear program would keep. Without a solver, or if it takes too long, no storage
+    within is kept.
     """
     crossing = _crossing(graph)
     orders = [_order_that_keeps(graph, kept) for kept in crossing]
@@ -125,7 +127,7 @@ def _starts(graph: Graph, budget_bytes: int) -> tuple[float, list[tuple[int, ...
 
 
 def _crossing(graph: Graph) -> list[set[int]]:
-    """Return what crosses the segments of the forward ops, for several numbers of segments."""
+    """Return the storages that cross segments of the forward ops, for several numbers of segments."""
     counts = [count for count in _SEGMENTS if count <= max(1, graph.forward_count // 2)]
     return [crossing_storages(graph, _segments(graph, count)) for count in counts]
 

@@ -1,10 +1,10 @@
-"""What a strategy is: something that proposes orders of computation for a graph.
+"""The protocol of strategies, which propose orders of computation for a graph.
 
-The published planners minimise a model of the memory that is simpler than what happens. So none of them is believed: a
-strategy proposes orders, for every value of its own parameter (number of segments, slots, cap of the dynamic program),
-the simulator says what each takes, and `plan` returns the cheapest one that fits the budget. A plan hence never takes
-more than its budget, a larger budget never gives a dearer plan, and the least budget that a strategy can meet is known;
-another strategy may go below it.
+The published planners minimise a model of the memory that is simpler than the simulator's. So the simulator decides:
+a strategy proposes orders, for every value of its own parameter (number of segments, slots, cap of the dynamic
+program), the simulator measures each proposal, and `plan` returns the cheapest one that fits the budget. A plan hence
+never takes more than its budget, a larger budget never gives a dearer plan, and the least budget that a strategy can
+meet is known; another strategy may go below it.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ class Strategy(ABC):
 
     Attributes:
         name: Its name for `get_strategy`: the paper's first author, year, and method.
-        pages: Whether orders may load what was paged out.
+        pages: Whether orders may load paged storages.
     """
 
     name: ClassVar[str]

@@ -1,12 +1,13 @@
 """Reversing a chain of stages with few of its states in memory, and how a training graph is seen as such a chain.
 
-A stage is a run of consecutive forward ops. Its *state* is what crosses the cut before it: the storages that it or a
-later stage reads and an earlier one wrote. Its *internals* are what its backward ops read. A plan for the chain is a
-sequence of actions (`Action`), written by the planners of `griewank2000_revolve` and `gruslys2016_bptt`, and read by
-two interpreters: `order_of_actions` here, for graphs, and `rmm_linear.checkpointing.bptt`, which runs a cell.
+A stage is a run of consecutive forward ops. Its *state* are the storages that cross the cut before it: it or a
+later stage reads them, and an earlier stage wrote them. Its *internals* are the storages that its backward ops read. A
+plan for the chain is a sequence of actions (`Action`), written by the planners of `griewank2000_revolve` and
+`gruslys2016_bptt`, and read by two interpreters: `order_of_actions` here, for graphs, and
+`rmm_linear.checkpointing.bptt`, which runs a cell.
 
-Nothing is assumed of the graph. What is in no state because it skips over cuts or belongs to two stages is brought
-back from whatever is there: a poor choice of cuts costs time and memory, which the simulator sees, and never validity.
+The graph may be any. A storage that is in no state, because it skips over cuts or belongs to two stages, is computed
+from the storages in memory: a poor choice of cuts costs time and memory, which the simulator counts, and stays valid.
 """
 
 from bisect import bisect_left
@@ -35,11 +36,11 @@ class Action(NamedTuple):
 
 
 class StepBytes(NamedTuple):
-    """What one step of a cell leaves behind.
+    """The bytes that one step of a cell leaves behind.
 
     Attributes:
         state_bytes: The state after it; with the state of the random number generator, if the cell draws.
-        internal_bytes: What autograd keeps beside the states before and after it, the inputs and the parameters.
+        internal_bytes: Bytes that autograd keeps beside the states before and after it, the inputs and the parameters.
     """
 
     state_bytes: int
@@ -75,10 +76,10 @@ def unfolded(steps: int, slots: int, choose: Callable[[int, int], tuple[int, int
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
-    """Return what a cut of the forward ops costs: the bytes that it makes wait for the backward pass.
+    """Return the price of a cut of the forward ops: the bytes that it makes wait for the backward pass.
 
     For each place p from 0 to the number of forward ops: bytes of the storages that an op before p writes and a forward
-    op from p on reads. What stays in any case (outputs, what must not be computed twice) is not counted.
+    op from p on reads. Storages that stay in any case (outputs, results that must not be computed twice) do not count.
     """
     always = crossing_storages(graph, [range(graph.forward_count)])
     change = [0] * (graph.forward_count + 1)
@@ -105,8 +106,8 @@ def written_bytes(graph: Graph) -> list[int]:
 def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *, slack: float) -> tuple[int, ...]:
     """Cut a sequence into parts of about equal weight, where cuts are cheap: return rising places, both ends left out.
 
-    `prices` are those of a cut before each op, and after the last. A cut may be moved to a cheaper place by `slack`
-    parts. There are fewer than parts - 1 cuts if some coincide.
+    `prices` are the prices of a cut before each op, and after the last. A cut may be moved to a cheaper place by
+    `slack` parts. There are fewer than parts - 1 cuts if some coincide.
     """
     count = len(weights)
     before = list(accumulate(weights, initial=0.0))
@@ -133,7 +134,7 @@ def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *
 def some_counts(most: int, *, all_up_to: int, number: int) -> list[int]:
     """Return the counts from 1 to `most`, rising, or some of them if there are more than `all_up_to`.
 
-    Those are about `number`, a constant factor apart, 1 and `most` among them.
+    These are about `number` counts, a constant factor apart, 1 and `most` among them.
     """
     if most <= all_up_to:
         return list(range(1, most + 1))
@@ -146,8 +147,8 @@ class ChainView:
     Attributes:
         graph: The graph.
         stages: Forward ops of each stage.
-        state: What crosses the cut before each stage, and what crosses the end (nothing).
-        internals: What the backward ops of each stage read of the forward storages.
+        state: Storages that cross the cut before each stage, and the end (none).
+        internals: Forward storages that the backward ops of each stage read.
         backward: Backward ops of each stage, in the order of the plain program.
     """
 
@@ -176,7 +177,7 @@ class ChainView:
 def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
     """Return the order of computations, with repetitions, that actions on a chain of stages stand for.
 
-    Each stage is reversed once, the last one first. Of a stage that is run again, only what is needed is computed.
+    Each stage is reversed once, the last one first. Of a stage that runs again, only needed ops are computed.
     """
     graph, last = view.graph, len(view.stages) - 1
     # the first pass is the plain program's, and the first stage to be reversed is there when it ends

@@ -24,8 +24,8 @@ _CAPS = 28
 def greedy_cuts(weights: Sequence[int], prices: Sequence[int], cap: int) -> tuple[int, ...]:
     """Cut wherever a segment would exceed a cap of bytes, unless one op alone does: Algorithm 3 of the paper.
 
-    `prices` are those of a cut before each op, and after the last. Each cut is at the cheapest place of the last half
-    of what fits, the last one of these.
+    `prices` are the prices of a cut before each op, and after the last. Each cut is at the cheapest place of the last
+    half of the ops that fit, the last of equal places.
     """
     cuts: list[int] = []
     start, held = 0, 0
@@ -65,5 +65,5 @@ def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
                 yield balanced_cuts(weights, prices, parts, slack=slack)
     for parts in some_counts(graph.forward_count, all_up_to=_CAPS, number=_CAPS):
         yield greedy_cuts(sizes, prices, max(1, sum(sizes) // parts))
-        # Algorithm 3 as it is printed: cut where the cap is reached, whatever it costs there
+        # Algorithm 3 as it is printed: cut where the cap is reached, at any price
         yield greedy_cuts(sizes, [0] * len(prices), max(1, sum(sizes) // parts))

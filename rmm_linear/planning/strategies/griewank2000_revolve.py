@@ -4,7 +4,7 @@ A chain of t steps is reversed with m snapshots, the one of the initial state am
 steps, reverse the rest with one snapshot less, then the first y steps with all of them. With beta(m, r) =
 binom(m + r, m), the most steps that m snapshots reverse with no step run forward more than r + 1 times, the fewest
 forward steps are t + r t - binom(m + r, r - 1), r being the least one with beta(m, r) >= t (Theorem 1, counted with the
-step that is differentiated). The split is read off the same numbers: no table is needed, whatever the length.
+step that is differentiated). The split is read off the same numbers: no table is needed, for any length.
 
 On a graph, a step is a run of forward ops between cuts that few bytes cross, of about equal time.
 """
@@ -50,8 +50,9 @@ def repetitions(steps: int, slots: int) -> int:
 def split(steps: int, slots: int) -> int:
     """Return after how many steps to store the next snapshot; there are at least two steps and two snapshots.
 
-    What follows it then takes no more than r repetitions with one snapshot less, what precedes it no more than r - 1,
-    and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
+    The steps after it then take no more than r repetitions with one snapshot less, the steps before it no more
+    than r - 1, and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is
+    taken.
     """
     r = repetitions(steps, slots)
     before = comb(slots + r - 2, slots) if r >= 2 else 0

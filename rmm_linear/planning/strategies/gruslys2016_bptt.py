@@ -1,6 +1,6 @@
 """Backpropagation through time in little memory: Gruslys et al. 2016 (arXiv 1606.03401), three dynamic programs.
 
-A recurrent net of t steps is reversed with m places in memory. What may be kept differs:
+A recurrent net of t steps is reversed with m places in memory. Three policies keep different states:
 
 - HSM, hidden states (section 3.1): m places, one of which the initial state takes.
 
@@ -19,9 +19,9 @@ A recurrent net of t steps is reversed with m places in memory. What may be kept
                                        y + C(t - y, m - 1) + C(y, m)               for 1 <= y < t, if m >= 1
                                        y + C(t - y, m - alpha) + C(y - 1, m)       for 1 <= y <= t, if m >= alpha
 
-C counts forward steps; backward ones are t in any case. An internal state also holds the state that its step starts
-from. Where that one is kept anyway it costs nothing, or else one more place: `input_units=1` counts it so, which is
-what the executor `rmm_linear.checkpointing.bptt` needs in order to keep its promise to the byte; 0 is the paper's.
+C counts forward steps; the backward steps are t in any case. An internal state also holds the state that its step
+starts from. Where that state is kept anyway it takes no place, or else one more: `input_units=1` counts it so, which is
+needed by the executor `rmm_linear.checkpointing.bptt` to keep its peak to the byte; 0 is the paper's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, i
     Raises:
         ValueError: If an argument is too small, or there are more steps than a table is made for.
     """
-    # least memory for which there is a schedule at all: HSM and ISM count what one cannot do without
+    # least memory for which there is a schedule at all: HSM and ISM count the states that no schedule can do without
     least = 0 if kind == "msm" else 1
     if steps < 1 or memory < least:
         raise ValueError(f"steps={steps}, memory={memory}: there must be at least 1 step, and {least} of memory")
@@ -101,7 +101,7 @@ def tabulated(kind: Kind, steps: int, memory: int, internal_units: int = 1, *, i
         """Improve the entries of length t by keeping something that takes `units` after y steps, first <= y <= last."""
         if units > memory or first > last:
             return
-        # rows y = first..last: cost of the rest with less memory, and of what comes before it with all of it
+        # rows y = first..last: cost of the rest with less memory, and of the steps before it with all of it
         rest = cost[t - last : t - first + 1][::-1, : memory + 1 - units]
         before = cost[first - keeps_internal : last + 1 - keeps_internal, units:]
         total = rest + before
@@ -152,7 +152,7 @@ def actions(table: Table, steps: int, memory: int) -> Iterator[Action]:
 
 
 class GruslysBPTT(Strategy):
-    """Gruslys et al. 2016: hidden, internal and mixed states of a chain of stages, whichever turns out best.
+    """Gruslys et al. 2016: hidden, internal and mixed states of a chain of stages, the cheapest of the three.
 
     A stage is a time step: its hidden state is what crosses the cut before it, its internal state all that its
     backward ops read. Stages count alike, as time steps do; alpha is the ratio of their mean sizes.

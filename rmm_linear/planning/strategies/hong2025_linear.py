@@ -1,7 +1,7 @@
 """Optimal checkpoints of a chain of layers: Hong et al. 2025, "GPU memory usage optimization" (arXiv 2502.12499).
 
 Layer l writes d_l bytes. Some layers are checkpoints; the others of a segment between two checkpoints are computed
-again when the backward pass reaches it. What is minimised is one of two models of the peak:
+again when the backward pass reaches it. The planner minimises one of two models of the peak:
 
 1. The bytes of all checkpoints, and those of a segment beside them: for each cap c on a segment (`fewest_kept_bytes`),
    f(j) = d_j + min f(i) over the checkpoints i whose segment up to j has at most c bytes.
@@ -18,7 +18,7 @@ i + 1, ..., l (later ones are gone by then), the gradient of l, and that of l - 
 
        U(i, j) = max over i < l <= j of  d_(i+1) + ... + d_l + d_l + d_(l-1)
 
-This is what the simulator measures on such a chain, to the byte. In the paper a gradient is written over the one that
+On such a chain, this is the simulated peak, to the byte. In the paper a gradient is written over the one that
 it is made from, and no activation is freed before the segment is through: d_(i+1) + ... + d_j + max(d_i, ..., d_j).
 Both grow as j grows and as i falls, and that is all that the O(n) algorithm needs.
 """
@@ -52,7 +52,7 @@ class Checkpoints(NamedTuple):
 def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
     """Choose the cheapest checkpoints under a cap on the bytes between them, neither counted, in O(n).
 
-    `prices` are what it costs to keep each layer; the last layer is a checkpoint.
+    `prices` are the bytes of keeping each layer; the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.
@@ -120,7 +120,7 @@ def least_peak(sizes: Sequence[int]) -> Checkpoints:
         while queue and peaks[queue[0]] >= peaks[near]:
             queue.popleft()
         queue.appendleft(near)
-        # what the step at this layer takes, and the activations up to it
+        # the bytes of the step at this layer, and the activations up to it
         taken = before[near + 1] + sizes[near] + sizes[i]
         while highest and highest[0][1] <= taken:
             highest.popleft()
@@ -146,7 +146,8 @@ class HongLinear(Strategy):
     """Hong et al. 2025: segments that are optimal for a chain, for every cap on their bytes.
 
     On a graph the layers are the forward ops in their order. Keeping a layer means to cut behind it, and costs the
-    bytes that cross that cut. Proposed are the cheapest cuts for a sweep of caps, and those of the least modelled peak.
+    bytes that cross that cut. Proposals are the cheapest cuts for a sweep of caps, and the cuts of the least modelled
+    peak.
     """
 
     name: ClassVar[str] = "hong2025_linear"
@@ -158,7 +159,7 @@ class HongLinear(Strategy):
 
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
     prices, sizes = crossing_bytes(graph)[1:], written_bytes(graph)
-    # a chain's checkpoint is no part of a segment; here what crosses a cut may be anything, and is counted twice
+    # a chain's checkpoint is no part of a segment; here any storage may cross a cut, and counts twice
     cheapest = (fewest_kept_bytes(sizes, prices, cap).layers for cap in _caps(sizes))
     for layers in (least_peak(prices).layers, *cheapest):
         yield tuple(layer + 1 for layer in layers if layer + 1 < graph.forward_count)

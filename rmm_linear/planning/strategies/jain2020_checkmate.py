@@ -29,7 +29,7 @@ for the forward pass, in which nothing is computed twice, and 12 for the backwar
 bound then holds for plans of such stages only.
 
 **Rounding (section 5).** The program is solved without integrality, S is rounded at a threshold, and R is the least
-that computes what S says. A rounded plan may exceed the budget: so programs of lesser budgets are rounded as well,
+for this S. A rounded plan may exceed the budget: so programs of lesser budgets are rounded as well,
 the paper's slack, and the simulator decides.
 """
 
@@ -63,7 +63,7 @@ _INFEASIBLE = 2
 
 
 class Solution(NamedTuple):
-    """What a solver found.
+    """The result of a solver.
 
     Attributes:
         cost: Time of all computations, in the graph's unit; infinity if nothing was found that fits.
@@ -158,7 +158,7 @@ class Program:
     def _add_stage(self, number: int) -> None:
         graph, run, kept, after = self._graph, self._run[number], self._kept[number], self._kept[number + 1]
         count = len(run)
-        # changes of what is in memory, op by op
+        # changes of the bytes in memory, op by op
         changes: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for index, places in self._readers(number).items():
             writer, size = graph.writer[index], graph.sizes[index] / self._unit_bytes
@@ -251,7 +251,7 @@ class Program:
         return peak_and_cost(self._graph, order)
 
     def _orders(self, runs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Orders of what runs in each stage: as the program has it, and each op and load just before it is read."""
+        """Orders of the ops of each stage: the program's, and with each op and load just before its reader."""
         late: list[int] = []
         count = len(self._graph.ops)
         for stage, ops in zip(self._stages, runs, strict=True):
@@ -391,7 +391,7 @@ def _stages(graph: Graph) -> list[range]:
 
 
 def _until_interrupted(solve: Callable[[], Any]) -> Any:
-    """Return what a function returns; None after Ctrl-C, while it runs on."""
+    """Return the result of a function; None after Ctrl-C, while the function runs on."""
     executor = ThreadPoolExecutor(1)
     try:
         return executor.submit(solve).result()
@@ -433,7 +433,7 @@ class CheckmateRounding(Strategy):
     time_limit_s: ClassVar[float] = 20.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose what is rounded, for parts of the plain peak and several thresholds."""
+        """Propose rounded solutions, for parts of the plain peak and several thresholds."""
         program = Program(graph)
         for budget_bytes in ladder(graph, _BUDGETS_ROUNDED):
             bound, orders = program.relaxed(budget_bytes, self.time_limit_s)

@@ -1,21 +1,21 @@
 """Dynamic tensor rematerialization: Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (arXiv 2006.09616).
 
-An online policy: the ops come one after the other, in the order of the plain program, and nothing is known of those to
-come. An op whose operands were evicted has them computed again first, and so on. Where what an op writes does not fit
-the budget, the storage of the least
+An online policy: the ops come one after the other, in the order of the plain program, and the policy does not know
+later ops. An op whose operands were evicted has them computed again first, and so on. Where an op's results do not
+fit the budget, the storage of the least
 
     h = (cost + cost of its evicted neighbourhood) / (bytes * staleness)
 
-is evicted, until it fits. Staleness is the time since a storage was last read or written; the evicted neighbourhood is
-what must be computed again with it: evicted ancestors and descendants that are reached through evicted ones. `h_eq`
+is evicted, until they fit. Staleness is the time since a storage was last read or written; the evicted neighbourhood
+must be computed again with it: evicted ancestors and descendants that are reached through evicted storages. `h_eq`
 holds neighbourhoods in a union-find, which forgets that a component falls apart when a part of it is computed again;
-`h_local` has no neighbourhood. What the program releases, since none of its ops reads it again, is evicted at once
+`h_local` has no neighbourhood. A storage that no op of the program reads again is evicted at once
 (the paper's eager eviction); outputs, results until the forward pass ends, gradients until they are handed over, and
-what must not be computed twice are never evicted.
+storages that must not be computed twice are never evicted.
 
 The paper decides while the program runs; here the policy runs once for each of many budgets, and the orders that it
-takes are proposals: the simulator frees what no later op reads, which the policy could not know. Whether a budget is
-met is not monotone in it, so that smaller budgets are tried until several in a row are missed.
+takes are proposals: the simulator frees storages that no later op reads, which the policy could not know. Whether a
+budget is met is not monotone in it, so that smaller budgets are tried until several in a row are missed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +29,12 @@ from rmm_linear.planning.strategies.base import Strategy
 _BUDGETS = 40
 # a run that takes so many times the plain program's time has lost its way
 _MOST_COST = 8.0
-# budgets that are missed one after the other, until smaller ones are not tried
+# budgets missed in a row, after which smaller budgets are not tried
 _MOST_MISSED = 4
 
 
 class Neighbourhood:
-    """The cost of what is evicted around a storage; this one, of h_local, is none."""
+    """The cost of evicted storages around a storage; none for h_local."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -174,7 +174,7 @@ class OnlineRun:
         return True
 
     def _compute(self, op: int) -> bool:
-        """Run an op, and before it whatever computes what it reads."""
+        """Run an op, and before it the ops that compute its operands."""
         waiting = [op]
         self._lock(op, 1)
         while waiting:
@@ -229,7 +229,7 @@ class OnlineRun:
 
 
 def budgets_to_try(graph: Graph) -> Iterator[int]:
-    """Give parts of the plain peak, from it down to what the largest op needs."""
+    """Give parts of the plain peak, down to the bytes of the largest op."""
     plain_bytes = plain_peak_bytes(graph)
     largest = max(graph.bytes_while_running)
     for part in range(_BUDGETS, 0, -1):
@@ -256,7 +256,7 @@ class Dtr(Strategy):
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose what the policy does at each of many budgets."""
+        """Propose the policy's orders at each of many budgets."""
         return orders_of_runs(graph, lambda budget_bytes: OnlineRun(graph, budget_bytes, self.neighbourhood(graph)))
 
 

@@ -4,16 +4,16 @@ The paper's graph has the intermediate values of the forward pass for nodes: nod
 to hold. A *lower set* L holds with each node all that it depends on; its *boundary* dL are the nodes of L that a node
 outside reads. A plan is a chain L_1 < L_2 < ... < L_k = V. The forward pass keeps the boundaries; the backward pass
 goes through the blocks V_i = L_i \ L_(i-1) from the last, and computes each again from the boundaries before it
-(section 3). With U_i the union of the first i boundaries, this takes, by what is called eqs. 1 and 2 below,
+(section 3). With U_i the union of the first i boundaries, this takes, by eqs. 1 and 2,
 
     overhead  T = sum over i of T(V_i \ dL_i)                                                               (eq. 1)
     peak      M = max over i of M(U_(i-1)) + 2 M(V_i) + M(succ(L_i) \ L_i) + M(pred(succ(L_i)) \ L_i)        (eq. 2)
 
 which a dynamic program over (L, t) minimises: of all chains that end in L after an overhead of t, with no block above
-the cap B, only the one with the least M(U) matters. Over all lower sets the program is exact, and there
-may be exponentially many; the approximate one looks at {} and V and the ancestors of each node alone.
-The *time-centric* plan has the least T of those below B. The *memory-centric* one has the largest: its blocks are
-coarse, and freeing each value after its last use, which eq. 2 knows nothing of, helps coarse blocks most.
+the cap B, only the chain with the least M(U) matters. Over all lower sets the program is exact, and there
+may be exponentially many; the approximate program looks at {} and V and the ancestors of each node alone.
+The *time-centric* plan has the least T of the plans below B. The *memory-centric* plan has the largest T: its blocks
+are coarse, and freeing each value after its last use, which eq. 2 does not count, helps coarse blocks most.
 
 Here the chains of a range of caps are proposals: `orders_of_segments` brings them to the training graph, where each
 value is freed after its last use.
@@ -64,15 +64,15 @@ class NodeGraph:
         """Make the paper's graph of the forward ops of a training graph, its nodes in an order in which they can run.
 
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
-        keeping it without the other. A node is as large as what others read of it. What must not be computed twice
-        costs nothing again. Random ops keep their order, and come before the last result. Without a backward pass, each
-        op is a node of its own, all of which a backward pass might read.
+        keeping it without the other. A node has the size of its storages that others read. Storages that must not be
+        computed twice cost no time again. Random ops keep their order, and come before the last result. Without a
+        backward pass, each op is a node of its own, all of which a backward pass might read.
         """
         count = graph.forward_count
         has_backward = count < len(graph.ops)
         outputs = set(graph.outputs)
         root = list(range(count))
-        # without backward ops nothing says what they would read
+        # without backward ops their reads are not known
         for position in reversed(range(count if has_backward else 0)):
             op = graph.ops[position]
             readers = {reader for index in op.writes for reader in graph.readers[index]}
@@ -111,7 +111,7 @@ class NodeGraph:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes that must run before each one, by either kind of edge."""
+        """Nodes that must run before each node, by either kind of edge."""
         found: list[list[int]] = [[] for _ in self.costs]
         for u, v in (*self.edges, *self.order_edges):
             found[v].append(u)
@@ -140,7 +140,7 @@ def all_lower_sets(nodes: NodeGraph) -> NDArray[np.bool_]:
 def ancestor_closures(nodes: NodeGraph) -> NDArray[np.bool_]:
     """Return the lower sets of the approximate program: none, all, and the ancestors of each node with itself.
 
-    The rows and columns are those of `all_lower_sets`.
+    The rows and columns are the same as of `all_lower_sets`.
 
     Raises:
         ValueError: If there are too many.
@@ -167,7 +167,7 @@ def _sorted_rows(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
 class LowerSetProgram:
     """The dynamic program over a family of lower sets.
 
-    States are (L, t). The program goes by the time of what is kept, T(V) - t, which is the same thing. Where costs are
+    States are (L, t). The program counts the time of kept nodes, T(V) - t, which is equivalent. Where costs are
     no small multiples of one number, states whose times are close share a place: the one with the least memory stays,
     with its own time. So at worst a better chain is missed.
     """
@@ -285,7 +285,7 @@ def _quantum(costs: NDArray[np.float64], levels: int) -> float:
 
 
 class _LowerSets(Strategy):
-    # caps from the least feasible one to that of a single block, each in the same ratio to the one before
+    # caps from the least feasible cap to a single block's, each in the same ratio to the cap before
     caps: ClassVar[int] = 24
 
     @staticmethod

@@ -17,7 +17,7 @@ With a(v, i) = 1 if the i-th run happens,
 **How the paper's model is mapped.** Its nodes have one output; here an op may write several storages, which share the
 start of an interval and have ends of their own. Temporaries are intervals of one event. Results stay until the forward
 pass ends, outputs to the end, and ops that must not run twice, and backward ops, have one interval. Random states are
-not in the program: the simulator judges what is found.
+not in the program: the simulator judges the solution.
 
 **Large graphs.** The paper solves graphs of more than 250 nodes part by part. Here neighbouring ops are joined to
 parts (`rmm_linear.planning.contraction`), the program plans the parts, and the plan is spelled out in ops.

@@ -34,7 +34,7 @@ from rmm_linear.planning.strategies.jain2020_checkmate import Checkmate, Program
 
 
 class PagingProgram(Program):
-    """POET's program of one graph: `page_weight` is what a unit of time costs in which a tensor is paged."""
+    """POET's program of one graph: `page_weight` is the cost of a unit of time in which a tensor is paged."""
 
     def __init__(self, graph: Graph, *, page_weight: float = 1.0) -> None:
         self._page_weight = page_weight

@@ -1,8 +1,8 @@
-"""Recomputation by segments: what most published planners decide on, brought to real training graphs.
+"""Recomputation by segments, on which most published planners decide, for graphs of real training steps.
 
-The forward ops are cut into segments, one after the other. What a later segment reads stays in memory until the
-backward pass; all else of a segment goes after its last use, and is computed again, the segment as one, when the first
-backward op asks for a part of it. Only what backward ops will really read is computed again.
+The forward ops are cut into segments, one after the other. Storages that a later segment reads stay in memory until
+the backward pass; all other storages of a segment go after their last use, and are computed again, the segment as one,
+when the first backward op asks for a part of it. Only storages that backward ops read are computed again.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from rmm_linear.planning.graph import Graph
 
 
 def crossing_storages(graph: Graph, segments: Sequence[Sequence[int]]) -> set[int]:
-    """Return the storages that a forward op of another segment reads, outputs, and what must not be computed twice."""
+    """Return storages that a forward op of another segment reads, outputs, and storages that must not be recomputed."""
     segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
     kept = set(graph.outputs)
     for position, op in enumerate(graph.ops[: graph.forward_count]):
@@ -28,14 +28,15 @@ def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Ite
     """Return the order of computations in which each segment is recomputed as one, when it is first needed.
 
     The segments have indices of forward ops, each once, in an order in which they can run. The storages `kept` stay
-    until the backward pass, `crossing_storages` if None. Outputs and what must not be computed twice always stay.
+    until the backward pass, `crossing_storages` if None. Outputs, and storages that must not be computed twice, always
+    stay.
     """
     order = [op for segment in segments for op in segment]
     place = {op: number for number, op in enumerate(order)}
     there = crossing_storages(graph, [order]).union(crossing_storages(graph, segments) if kept is None else kept)
     segment_of = {op: number for number, segment in enumerate(segments) for op in segment}
     backward = range(graph.forward_count, len(graph.ops))
-    # forward storages that the backward pass reads: a segment brings back these, and what they need
+    # forward storages that the backward pass reads: a segment brings back these, and their operands
     wanted = {index for op in backward for index in graph.ops[op].reads}
 
     def wanted_of(number: int) -> list[int]:
@@ -56,7 +57,7 @@ def order_of_segments(graph: Graph, segments: Sequence[Sequence[int]], kept: Ite
                 continue
             again.add(writer)
             waiting += graph.ops[writer].reads
-            # what a segment needs of another one that did not stay brings all of that one back
+            # a storage of another segment that did not stay brings all of that segment back
             if segment_of[writer] not in opened:
                 opened.add(segment_of[writer])
                 waiting += wanted_of(segment_of[writer])

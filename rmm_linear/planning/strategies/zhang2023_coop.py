@@ -1,18 +1,18 @@
 """Coop: Zhang et al. 2023, "Coop: Memory is not a Commodity" (arXiv 2311.00591).
 
 Free bytes at two addresses do not make one free block. DTR (`kirisame2021_dtr`) evicts by the storages alone, and so
-frees pieces here and there, until by chance a hole is large enough. Coop evicts what is contiguous: all storages are in
-one arena, and where no hole fits, a window slides over the arena in the order of addresses. Of all windows of evictable
-storages and holes that are large enough, the one of the least sum of
+frees pieces here and there, until by chance a hole is large enough. Coop evicts contiguous storages: all storages are
+in one arena, and where no hole fits, a window slides over the arena in the order of addresses. Of all windows of
+evictable storages and holes that are large enough, the window of the least sum of
 
     h = (cost + cost of its evicted neighbourhood) / staleness
 
-is evicted, without a division by bytes: the window's size is what is asked for. Storages that are dear to compute again
-are placed from the low end of the arena, cheap ones from the high end, so that cheap ones lie beside each other.
-Storages are dear here where their cost per byte is above the graph's.
+is evicted, without a division by bytes: all windows have the size that is needed. Storages that are dear to compute
+again are placed from the low end of the arena, cheap ones from the high end, so that cheap storages lie beside each
+other. Storages are dear here where their cost per byte is above the graph's.
 
 The paper's third part, in-place updates that can be computed again, keeps parameters at their address; here parameters
-are outside of the arena, and captured steps have no in-place ops. A schedule has no addresses either: what is proposed
+are outside of the arena, and captured steps have no in-place ops. A schedule has no addresses either: the proposals
 are the orders that the policy takes in arenas of many sizes.
 """
 
@@ -23,7 +23,7 @@ from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy
 from rmm_linear.planning.strategies.kirisame2021_dtr import OnlineRun, UnionFind, orders_of_runs
 
-# the owner of what an op holds only while it runs
+# the owner of an op's temporaries
 _TEMPORARY = -1
 
 
@@ -123,7 +123,7 @@ class CoopRun(OnlineRun):
         return self.arena.cheapest_window(size_bytes, self._price)
 
     def _may_go(self, index: int) -> bool:
-        # what an op writes anew keeps its place
+        # a storage that an op writes again keeps its place
         return index not in self._running and super()._may_go(index)
 
     def _price(self, index: int) -> float | None:
@@ -138,10 +138,10 @@ class CoopRun(OnlineRun):
 
 
 class Coop(Strategy):
-    """Zhang et al. 2023: what is evicted lies side by side."""
+    """Zhang et al. 2023: evicted storages lie side by side."""
 
     name: ClassVar[str] = "zhang2023_coop"
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose what the policy does in arenas of many sizes."""
+        """Propose the policy's orders in arenas of many sizes."""
         return orders_of_runs(graph, lambda arena_bytes: CoopRun(graph, arena_bytes))
