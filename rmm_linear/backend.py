@@ -21,6 +21,7 @@ from torch import Tensor
 
 # "as" with the same name: other modules import these from here
 from rmm_linear_kernels import random as random
+from rmm_linear_kernels.hadamard.reference import hadamard_dense as hadamard_dense
 from rmm_linear_kernels.hadamard.reference import hadamard_order as hadamard_order
 from rmm_linear_kernels.interpreter import IS_INTERPRETED as IS_INTERPRETED
 from rmm_linear_kernels.low_bit import cpu as _low_bit_on_cpu
@@ -29,6 +30,7 @@ from rmm_linear_kernels.low_bit.reference import SCALE_DTYPE as SCALE_DTYPE
 from rmm_linear_kernels.low_bit.reference import packed_width as packed_width
 from rmm_linear_kernels.low_bit.reference import rounding_variance as rounding_variance
 from rmm_linear_kernels.projection import reference as _projection
+from rmm_linear_kernels.projection.reference import projection_dense as projection_dense
 
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 STORAGE_BITS = _low_bit.BITS

@@ -151,6 +151,10 @@ class Sketch(ABC):
         It is 0 where S S^T = I in every draw, and the estimate so the gradient itself.
         """
 
+    @abstractmethod
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return S itself for seeds (draws,), int64: shape (draws, rows, rank), float64. Large: for tests."""
+
 
 class ObliviousSketch(Sketch):
     """A sketch whose S depends on the seed and the number of rows alone, not on x."""

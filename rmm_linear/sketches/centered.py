@@ -78,6 +78,9 @@ class Centered(Sketch):
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         return self.inner.variance(centred(x), centred(g))
 
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        return self.inner.dense(centred(x), seeds)
+
 
 def _without_mean(saved: SavedSketch) -> SavedSketch:
     return SavedSketch(saved.seed, saved.tensors[:-1])

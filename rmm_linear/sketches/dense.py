@@ -10,6 +10,7 @@ unless they are the same pair, with mean square 1 / r. Its variance is (P Q + C 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from rmm_linear import backend
@@ -44,6 +45,10 @@ class DenseProjection(ObliviousSketch):
 
     def multiply_adds(self, rows: int) -> int:
         return rows * self.rank(rows)
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        return backend.projection_dense(seeds, rows=rows, rank=rank, gaussian=self.gaussian, dtype=torch.float64)
 
 
 @register

@@ -99,3 +99,7 @@ class Hadamard(ObliviousSketch):
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
         # rounding may leave a little less than nothing
         return (order - kept) / (kept * (order - 1)) * pairs.sum().clamp(min=0)
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        blocks, kept = self.geometry(x.shape[0])
+        return backend.hadamard_dense(seeds, rows=x.shape[0], blocks=blocks, kept=kept, dtype=torch.float64)

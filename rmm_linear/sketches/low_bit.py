@@ -124,6 +124,13 @@ class LowBit(Sketch):
         elements = backend.rounding_variance(values, None, kind=self.storage, group=self.group)
         return (row_squares(sketched_g) * elements.sum(1)).sum()
 
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        """Return the inner sketch's S, the identity without one; what is stored differs from S^T x by the rounding."""
+        if self.inner is not None:
+            return self.inner.dense(x, seeds)
+        rows = x.shape[0]
+        return torch.eye(rows, dtype=torch.float64, device=x.device).expand(seeds.numel(), rows, rows)
+
 
 def with_draws(sketch: Sketch, draws: int) -> Sketch:
     """Return the sketch with another number of draws in `LowBit.variance`: few are enough to watch a training run."""

@@ -149,6 +149,12 @@ class RowsWithoutReplacement(ObliviousSketch):
             return gather_rows(y, index, mean).to(y.dtype)
         return gather_rows(y, index, mean, rows / max(1, rank))
 
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        index = backend.random.subset(seeds, rows, rank)
+        dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         sums = gradient_sums(x, g)
         rank = self.rank(sums.rows)
@@ -193,6 +199,14 @@ class ColumnRowSampling(Sketch):
         Returns:
             Row numbers (..., rank), int64, and squared entries of S (..., rank), float64.
         """
+
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        dense = torch.zeros((seeds.numel(), rows, rank), dtype=torch.float64, device=x.device)
+        if rows == 0:
+            return dense
+        index, squared = self.sample(row_norms(x, None), seeds, rank=rank)
+        return dense.scatter_(1, index.unsqueeze(1), squared.sqrt().unsqueeze(1))
 
 
 @register

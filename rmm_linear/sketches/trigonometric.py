@@ -81,6 +81,17 @@ class TrigonometricSketch(ObliviousSketch):
         # rounding may leave a little less than nothing
         return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
+    def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
+        rows, rank = x.shape[0], self.rank(x.shape[0])
+        if rows == 0:
+            return torch.zeros((seeds.numel(), 0, rank), dtype=torch.float64, device=x.device)
+        signs = backend.random.signs(seeds, rows, dtype=torch.float64)
+        columns = backend.random.subset(seeds, rows, rank)
+        identity = torch.eye(rows, dtype=torch.float64, device=x.device)
+        transposed = self.transformed(identity, torch.arange(rows, device=x.device))
+        chosen = transposed[columns] * signs.unsqueeze(1) * math.sqrt(rows / rank)  # (draws, rank, rows)
+        return chosen.transpose(1, 2)
+
 
 @register
 @dataclass(frozen=True)

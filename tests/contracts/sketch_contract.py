@@ -7,8 +7,8 @@
 A sketch that is wrong still trains: a gradient with a bias of 2 %, or with twice the variance that it should have,
 shows in no loss curve of a short run. So the contract measures, in four steps:
 
-1. In every draw `compress` and `backward` give (S^T g)^T (S^T x) with the S of `dense_sketches.dense`, where the S of
-   the new kind is registered: in every dtype, for every awkward shape. From here on it is enough to look at `dense`.
+1. In every draw `compress` and `backward` give (S^T g)^T (S^T x) with the S of `dense`: in every dtype, for every
+   awkward shape. From here on it is enough to look at `dense`.
 2. E[S S^T] = I, entry by entry.
 3. The mean gradient, projected on the exact one and on ones, is the exact gradient's.
 4. E||estimate - g^T x||^2 equals the closed form `variance`. Only this step sees a sketch that is unbiased but noisier
@@ -38,7 +38,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from dense_sketches import dense
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -205,9 +204,9 @@ def _drawn(sketch: Sketch, x: Tensor, draws: int, seed: int, largest: int) -> It
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (draws,), generator=generator).to(x.device)
     for chunk in seeds.split(max(1, _CHUNK_ELEMENTS // largest)):
-        drawn, shape = dense(sketch, x, chunk), (chunk.numel(), x.shape[0], sketch.rank(x.shape[0]))
-        assert drawn.shape == shape, f"dense has shape {tuple(drawn.shape)}; expected (draws, rows, rank) = {shape}"
-        yield drawn
+        dense, shape = sketch.dense(x, chunk), (chunk.numel(), x.shape[0], sketch.rank(x.shape[0]))
+        assert dense.shape == shape, f"dense has shape {tuple(dense.shape)}; expected (draws, rows, rank) = {shape}"
+        yield dense
 
 
 def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Products:
@@ -215,8 +214,8 @@ def draw_products(sketch: Sketch, x: Tensor, *, draws: int, seed: int) -> Produc
     rows = x.shape[0]
     identity = torch.eye(rows, dtype=torch.float64, device=x.device)
     first, second = torch.zeros_like(identity), torch.zeros_like(identity)
-    for drawn in _drawn(sketch, x, draws, seed, rows * max(rows, sketch.rank(rows))):
-        error = torch.bmm(drawn, drawn.transpose(1, 2)).sub_(identity)
+    for dense in _drawn(sketch, x, draws, seed, rows * max(rows, sketch.rank(rows))):
+        error = torch.bmm(dense, dense.transpose(1, 2)).sub_(identity)
         first += error.sum(0)
         second += error.square_().sum(0)
     deviation = first / draws
@@ -229,8 +228,8 @@ def draw_estimates(sketch: Sketch, x: Tensor, g: Tensor, *, draws: int, seed: in
     exact = g.t() @ x
     size = exact.norm()
     found = []
-    for drawn in _drawn(sketch, x, draws, seed, max(rows * rank, exact.numel())):
-        transposed = drawn.transpose(1, 2).reshape(-1, rows)
+    for dense in _drawn(sketch, x, draws, seed, max(rows * rank, exact.numel())):
+        transposed = dense.transpose(1, 2).reshape(-1, rows)
         sketched_x, sketched_g = ((transposed @ y).unflatten(0, (-1, rank)) for y in (x, g))
         error = torch.bmm(sketched_g.transpose(1, 2), sketched_x).sub_(exact).flatten(1)
         along = (error @ exact.flatten()) / size.square()
@@ -427,8 +426,8 @@ class SketchContract:
         """Neighbouring seeds, and seeds that differ in their high or low 32 bits alone, have nothing in common."""
         x, _ = self._pair(67)
         seeds = [*range(-8, 8), *(1 << bit for bit in range(4, 63)), -(1 << 63), (1 << 63) - 1]
-        drawn = dense(self.make(0.5), x, torch.tensor(seeds)).flatten(1)
-        distances = torch.cdist(drawn, drawn, compute_mode="donot_use_mm_for_euclid_dist")
+        dense = self.make(0.5).dense(x, torch.tensor(seeds)).flatten(1)
+        distances = torch.cdist(dense, dense, compute_mode="donot_use_mm_for_euclid_dist")
         equal = (distances == 0).triu(1).nonzero().tolist()
         assert not equal, f"seeds {seeds[equal[0][0]]} and {seeds[equal[0][1]]} draw the same S"
 
@@ -552,9 +551,9 @@ class SketchContract:
 
     def _expected(self, sketch: Sketch, x: Tensor, g: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """The gradient by `dense` in float64, and the scale of its rounding errors."""
-        drawn = dense(sketch, x, self._seed(seed).unsqueeze(0))[0]
+        dense = sketch.dense(x, self._seed(seed).unsqueeze(0))[0]
         x, g, known = self.sketched_pair(sketch, x.double(), g.double())
-        sketched_x, sketched_g = drawn.t() @ x, drawn.t() @ g
+        sketched_x, sketched_g = dense.t() @ x, dense.t() @ g
         expected = sketched_g.t() @ sketched_x
         scale = sketched_g.norm() * sketched_x.norm()
         if known is not None:

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from dense_sketches import dense
 from sketch_contract import Estimates, SketchContract, assert_unbiased
 from torch import Tensor, nn
 
@@ -35,12 +34,12 @@ class LowBitContract(SketchContract):
         return kept**0.5 * 2.0 ** round(math.log2(blocks / max(1, rows)) / 2)
 
     def _expected(self, sketch, x, g, seed):
-        drawn = dense(sketch, x, self._seed(seed).unsqueeze(0))[0]
+        dense = sketch.dense(x, self._seed(seed).unsqueeze(0))[0]
         plain_x, plain_g, known = self.sketched_pair(sketch, x.double(), g.double())
         scale = self.scale(sketch, x.shape[0])
-        stored, sketched_g = self.stored(sketch, x, seed), drawn.t() @ plain_g / scale
+        stored, sketched_g = self.stored(sketch, x, seed), dense.t() @ plain_g / scale
         # at most a step from what is to be stored
-        values = scale * (drawn.t() @ plain_x)
+        values = scale * (dense.t() @ plain_x)
         if values.numel() and values.isfinite().all():
             # a centred column may be nothing but the rounding of its mean
             largest = values.abs().amax(0) + 1e-5 * x.double().abs().amax()
@@ -59,7 +58,7 @@ class LowBitContract(SketchContract):
     def test_dense_is_that_of_the_sketch_without_rounding(self):
         """To the bit, so that its mean is measured by that sketch's own contract."""
         low_bit, (x, _), seeds = low_bit_of(self.make(0.5)), self._pair(67), torch.arange(50)
-        assert torch.equal(dense(self.make(0.5), x, seeds), dense(low_bit.inner, x, seeds))
+        assert torch.equal(self.make(0.5).dense(x, seeds), low_bit.inner.dense(x, seeds))
 
     def test_different_seeds_give_different_sketches(self):
         x, _ = self._pair(67)
@@ -78,10 +77,10 @@ class LowBitContract(SketchContract):
         how = {"kind": low_bit.storage, "group": low_bit.group}
         size, found = exact.norm(), []
         for seeds in torch.arange(1, 1 + self.gradient_draws).split(1000):
-            drawn = dense(sketch, x, seeds).transpose(1, 2)
-            codes = quantize(scale * (drawn @ plain_x), seeds, None, **how)
+            dense = sketch.dense(x, seeds).transpose(1, 2)
+            codes = quantize(scale * (dense @ plain_x), seeds, None, **how)
             stored = dequantize(*codes, seeds, **how, features=x.shape[1]).double()
-            error = ((drawn @ plain_g / scale).transpose(1, 2) @ stored - exact).flatten(1)
+            error = ((dense @ plain_g / scale).transpose(1, 2) @ stored - exact).flatten(1)
             along, total = error @ exact.flatten() / size.square(), error.sum(1) / (size * exact.numel() ** 0.5)
             found.append(torch.stack((along, total, error.square().sum(1))))
         return Estimates(*torch.cat(found, 1).unbind())
