@@ -14,8 +14,6 @@ to an earlier gradient.
 Where storages can be paged, a planner may bring one back in place of computing it again: a copy went to a file or to
 another memory when it was first computed, and a load makes it a storage again. Orders name ops by their numbers; the
 load of storage i has the number `len(ops) + i`.
-
-This module does not need torch: a graph can be saved as JSON, and planned elsewhere.
 """
 
 import hashlib
@@ -25,6 +23,7 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
+# Plans on disk are of the graphs of this version.
 _VERSION = 2
 
 
@@ -212,7 +211,7 @@ class Graph:
 
         Temporaries of a CPU's kernels depend on the number of threads; a schedule runs with any temporaries.
         """
-        plain = self.to_dict()
+        plain = {"version": _VERSION, **asdict(self)}
         del plain["page_cost"]
         for part in (*plain["ops"], *plain["storages"]):
             del part["name"]
@@ -220,39 +219,6 @@ class Graph:
             del op["temporary_bytes"]
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the graph as plain data, for JSON and `from_dict`."""
-        return {"version": _VERSION, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> "Graph":
-        """Make a graph of a result of `to_dict`.
-
-        Raises:
-            ValueError: If a part is missing or unknown, or the graph itself is wrong.
-        """
-        if not isinstance(plain, dict) or plain.get("version") != _VERSION:
-            raise ValueError(f"this is no graph of version {_VERSION}: pass what Graph.to_dict returned")
-        try:
-            ops = tuple(
-                Op(**{**op, **{name: tuple(op[name]) for name in ("reads", "writes", "holds_back")}})
-                for op in plain["ops"]
-            )
-            storages = tuple(Storage(**storage) for storage in plain["storages"])
-            indices = {name: tuple(plain[name]) for name in ("outputs", "results", "gradients")}
-            return cls(ops, storages, cost_unit=plain["cost_unit"], page_cost=plain.get("page_cost"), **indices)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the graph's data is incomplete or has unknown parts: {error!r}") from error
-
-    def to_json(self) -> str:
-        """Return the graph as JSON, for `from_json`."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> "Graph":
-        """Make a graph of a result of `to_json`."""
-        return cls.from_dict(json.loads(text))
 
 
 def _check_fields(part: Op | Storage | Graph, where: str) -> None:

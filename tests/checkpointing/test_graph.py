@@ -1,6 +1,5 @@
-"""Graphs: what is accepted, what is refused and why, and that they survive JSON."""
+"""Graphs: parts that are accepted and refused, and the fingerprint."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,13 +14,6 @@ GRAPHS = {
     "layers": random_layers(12, seed=3),
     "training": with_backward(random_layers(9, seed=1)),
 }
-
-
-@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_json_keeps_everything(graph):
-    graph = replace(graph, cost_unit="ms")
-    assert Graph.from_json(graph.to_json()) == graph
-    assert Graph.from_json(graph.to_json()).fingerprint == graph.fingerprint
 
 
 def test_fingerprint_depends_on_all_but_names_and_temporaries():
@@ -68,9 +60,6 @@ A, B = Storage("a", 1), Storage("b", 2)
             "forward op 'g' comes after backward op 'f'",
         ),
         (lambda: with_backward(GRAPHS["training"]), "forward ops"),
-        (lambda: Graph.from_dict({"version": 9}), "no graph of version 2"),
-        (lambda: Graph.from_dict({**GRAPHS["u"].to_dict(), "ops": [{"name": "f"}]}), "incomplete"),
-        (lambda: Graph.from_json("[]"), "no graph"),
     ],
 )
 def test_what_is_wrong_is_named(make, message):
@@ -84,11 +73,10 @@ def test_what_is_wrong_is_named(make, message):
         ("temporary_bytes", float("nan"), "temporary_bytes=nan, which is no int"),
         ("state_bytes", -(10**9), "state_bytes=-1000000000; sizes are at least 0"),
         ("state_bytes", "x", "state_bytes='x', which is no int"),
-        ("reads", [0.0], "reads=.0.0,., which is not a tuple of ints"),
-        ("reads", [True], "which is not a tuple of ints"),
+        ("reads", (0.0,), "reads=.0.0,., which is not a tuple of ints"),
+        ("reads", (True,), "which is not a tuple of ints"),
         ("writes", "0", "which is not a tuple of ints"),
-        ("holds_back", [None], "which is not a tuple of ints"),
-        ("reads", 3, "incomplete"),
+        ("holds_back", [0], "which is not a tuple of ints"),
         ("cost", "1", "cost='1'; costs are positive and finite"),
         ("cost", True, "cost=True; costs are positive and finite"),
         ("is_random", "yes", "is_random='yes', which is no bool"),
@@ -98,27 +86,23 @@ def test_what_is_wrong_is_named(make, message):
     ],
 )
 def test_a_part_of_an_op_of_another_type_is_named(part, value, message):
-    plain = GRAPHS["training"].to_dict()
-    plain["ops"][1][part] = value
+    graph = GRAPHS["training"]
     with pytest.raises(ValueError, match=message):
-        Graph.from_json(json.dumps(plain))
+        replace(graph, ops=(graph.ops[0], replace(graph.ops[1], **{part: value}), *graph.ops[2:]))
 
 
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("outputs", [0.0], "outputs=.0.0,., which is not a tuple of ints"),
-        ("results", ["0"], "results=.'0',., which is not a tuple of ints"),
-        ("gradients", None, "incomplete"),
+        ("outputs", (0.0,), "outputs=.0.0,., which is not a tuple of ints"),
+        ("results", ("0",), "results=.'0',., which is not a tuple of ints"),
+        ("gradients", None, "gradients=None, which is not a tuple of ints"),
         ("cost_unit", 3, "cost_unit=3, which is no text"),
-        ("ops", None, "incomplete"),
-        ("ops", [5], "incomplete"),
         ("ops", {}, "no ops"),
-        ("storages", [{"name": "a", "size_bytes": float("inf")}], "size_bytes=inf, which is no int"),
-        ("storages", [{"name": 1, "size_bytes": 1}], "name=1, which is no text"),
-        ("storages", [[]], "incomplete"),
+        ("storages", (Storage("a", float("inf")),), "size_bytes=inf, which is no int"),
+        ("storages", (Storage(1, 1),), "name=1, which is no text"),
     ],
 )
 def test_a_part_of_a_graph_of_another_type_is_named(part, value, message):
     with pytest.raises(ValueError, match=message):
-        Graph.from_json(json.dumps({**GRAPHS["training"].to_dict(), part: value}))
+        replace(GRAPHS["training"], **{part: value})

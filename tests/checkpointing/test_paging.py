@@ -55,8 +55,7 @@ def test_what_paging_takes():
     assert max(kinds["computed or loaded again"]) == 2
 
 
-def test_graphs_that_page_survive_json_and_keep_their_fingerprint():
-    assert Graph.from_json(_CHAIN.to_json()) == _CHAIN
+def test_schedules_that_page_survive_json_and_graphs_keep_their_fingerprint():
     assert _CHAIN.fingerprint == replace(_CHAIN, page_cost=None).fingerprint
     schedule = Schedule.from_order(_CHAIN, _LOADED)
     assert Schedule.from_json(schedule.to_json()) == schedule
