@@ -60,6 +60,10 @@ def _of(make: Callable[[Path], str]) -> Callable[[], str]:
     return functools.partial(make, checkpointing.RESULTS)
 
 
+def _codes(name: str) -> Callable[[], str]:
+    return functools.partial(checkpointing.codes_table, checkpointing.RESULTS, [name])
+
+
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     results: dict[str, Callable[[], str]] = {
         "memory": memory_table,
@@ -74,7 +78,8 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
     return {
         README: {"which": which, "gpu": _of(gpu_table)},
         RESULTS: results,
-        DOCS / "codes.md": {"codes": _of(checkpointing.codes_table)},
+        DOCS / "codes.md": {"codes": _codes(checkpointing.CODES)},
+        DOCS / "gpu.md": {"steps": _codes(checkpointing.CODES_ON_GPU)},
         DOCS / "budget.md": budget,
         DOCS / "compare.md": {"peers": peers_table, "fine-tuned peers": peers.peers_table},
         DOCS / "noise.md": {

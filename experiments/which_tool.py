@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from experiments.blocks import table
-from experiments.checkpointing.report import BLOCKS, COMPILED, EAGER, EXACT, INDUCTOR, read_compiled, size_of
+from experiments.checkpointing.report import (
+    BLOCKS,
+    CODES_ON_GPU,
+    COMPILED,
+    EAGER,
+    EXACT,
+    INDUCTOR,
+    read_compiled,
+    size_of,
+)
 from experiments.glue.sketch_noise import ALL_ROWS, ONE_FOR_ALL
 from experiments.memory.report import method_name
 from experiments.rows import grouped, read_rows
@@ -89,7 +98,7 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
 
 def gpu_table(checkpointing: Path) -> str:
     """Return a table of steps on a GPU, over torch.compile's with checkpoints in each block."""
-    rows = [row for row in read_rows(checkpointing / "codes-cuda.csv") if row["peak_bytes"] is not None]
+    rows = [row for row in read_rows(checkpointing / CODES_ON_GPU) if row["peak_bytes"] is not None]
     lines = []
     for own in grouped(rows, "model").values():
         ways = {row["method"]: row for row in own}

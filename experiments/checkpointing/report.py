@@ -35,6 +35,8 @@ _BUDGETS = (80, 60, 40, 20)
 _SOLVERS = ("jain2020", "kirisame2021", "moccasin2023", "patil2022", "steiner2022", "zhang2023")
 # Steps of a process whose eager step takes this many times the fastest one were not timed alone.
 _STEADY = 1.15
+# steps with codes, on a GPU and on a CPU
+CODES_ON_GPU, CODES = "codes-cuda.csv", "codes.csv"
 # of the plain step: a forward pass is about a third of it
 _ONE_FORWARD = 1 / 3
 # of a figure: DTR computes some ops many times near the least peak
@@ -361,11 +363,10 @@ def draw_compiled(rows: Rows, path: Path) -> None:
     figure.savefig(path, dpi=130, format="png")
 
 
-def codes_table(folder: Path) -> str:
-    """Return a table a model and machine of steps with codes, and the noise that codes add."""
+def codes_table(folder: Path, names: Sequence[str] = (CODES_ON_GPU, CODES)) -> str:
+    """Return a table a model and machine of steps with codes, and the noise that codes add on a CPU."""
     parts = []
-    files = [folder / name for name in ("codes-cuda.csv", "codes.csv") if (folder / name).exists()]
-    every = [row for file in files for row in read_rows(file)]
+    every = [row for name in names if (folder / name).exists() for row in read_rows(folder / name)]
     for rows in grouped(every, "model", "hardware", "batch", "size", "config").values():
         first, lines = rows[0], []
         is_gpu = all(row.get("kernels_s") is not None for row in rows if row["peak_bytes"] is not None)
@@ -387,7 +388,7 @@ def codes_table(folder: Path) -> str:
             f"{first['model']}, {layers} layers of {width}, batch {first['batch']} x {first['size']},\n"
             f"{first['precision']}: {first['hardware']}, torch {first['torch']}\n\n{table(head, lines)}"
         )
-    if (noise := folder / "codes_noise.csv").exists():
+    if CODES in names and (noise := folder / "codes_noise.csv").exists():
         noises = [
             [row["way"], f"{100 * row['share']:.3f} %", f"{row['relative_variance']:.1e}"] for row in read_rows(noise)
         ]
