@@ -2,15 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from rmm_linear.byte_sizes import unit_for
+from rmm_linear.cli.fused_attention import fused_attention
 from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, shapes_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
@@ -115,47 +113,3 @@ def _table(columns: Mapping[str, int]) -> str:
     rows = [("kept for the backward pass", unit.name, "of exact")]
     rows += [(name, unit.of(size), f"{100 * size / exact:.1f} %") for name, size in columns.items()]
     return "\n".join(aligned(rows, numbers=(1, 2), has_rule=False))
-
-
-class fused_attention(TorchFunctionMode):  # noqa: N801 - a context manager
-    """Within it, `scaled_dot_product_attention` of tensors on the meta device is a fused op, as on a GPU.
-
-    On no device torch runs attention op by op. The ops of fused kernels have shapes, and a backward pass, there as
-    well: they keep query, key and value, the result, a log-sum-exp a row in float32, and a mask as floats.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            found = _fused(*args, **(kwargs or {}))
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    if not query.is_meta or query.dim() != 4:
-        return None
-    aten = torch.ops.aten
-    if attn_mask is None:
-        # takes fewer heads of key and value as they are
-        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return result[0]
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-    bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
-    bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    result = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
-    )
-    return result[0]

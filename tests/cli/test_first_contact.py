@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rmm_linear.cli import main
-from rmm_linear.cli.profile import fused_attention
+from rmm_linear.cli.fused_attention import fused_attention
 from rmm_linear.memory import SavedTensors
 
 transformers = pytest.importorskip("transformers")
