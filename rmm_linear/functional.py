@@ -330,6 +330,11 @@ def _check(
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x's last dimension must be the weight's"
             f" {weight.shape[1]} input features"
         )
+    if valid_rows is not None and not isinstance(valid_rows, ValidRows):
+        raise ValueError(
+            f"valid_rows is a {type(valid_rows).__name__}; pass rmm_linear.padding.ValidRows(mask), of a mask that is"
+            " non-zero where a row is valid"
+        )
     if valid_rows is not None and not valid_rows.fits(x):
         raise ValueError(
             f"x has shape {tuple(x.shape)} and the mask of its valid rows {tuple(valid_rows.mask.shape)}; the mask must"

@@ -254,6 +254,7 @@ def test_transients_stay_small_at_a_tiny_ratio() -> None:
         ({"seed": 1 << 63}, "64-bit"),
         ({"seed": torch.zeros(2, dtype=torch.int64)}, "0-d int64"),
         ({"seed": 0.5}, "64-bit"),
+        ({"valid_rows": torch.ones(4)}, r"valid_rows is a Tensor; pass rmm_linear\.padding\.ValidRows\(mask\)"),
     ],
     ids=str,
 )

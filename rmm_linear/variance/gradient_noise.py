@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.rows import kept_first, layout_of, sequences_of, split
 from rmm_linear.sketches.closed_forms import gradient_sums, product, product_dtype, row_squares
 from rmm_linear.sketches.low_bit import with_draws
@@ -105,8 +105,9 @@ def gradient_noise(
         draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default.
 
     Raises:
-        ValueError: If shapes do not fit, or there are no draws.
+        ValueError: If shapes do not fit, `config` is no RMMConfig, or there are no draws.
     """
+    config = config_for(None, config)
     sketched_x, sketched_g, kept = dealt_rows(x, g, config.keep_tokens, index)
     count = x.shape[0] if sequences_of(x.shape) and x.numel() else 0
     x, g = _rows(x, g)

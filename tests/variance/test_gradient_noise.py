@@ -123,14 +123,14 @@ def test_edges(pair):
     ("change", "message"),
     [
         ({"x": torch.zeros(3, 4)}, r"x has shape \(3, 4\) and g \(5, 2\); all dimensions but the last"),
+        ({"config": 0.5}, "config is a float; pass an RMMConfig"),
         ({"g": torch.zeros(5, 2, dtype=torch.int64)}, "g has shape .* and dtype torch.int64; expected rows of floats"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_named(change, message):
-    arguments = {"x": torch.zeros(5, 4), "g": torch.zeros(5, 2), **change}
     with pytest.raises(ValueError, match=message):
-        gradient_noise(arguments.pop("x"), arguments.pop("g"), CONFIG, **arguments)
+        gradient_noise(**{"x": torch.zeros(5, 4), "g": torch.zeros(5, 2), "config": CONFIG, **change})
 
 
 def test_too_few_draws_are_refused(pair):
