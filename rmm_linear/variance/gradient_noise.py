@@ -157,8 +157,9 @@ def measure_sketch_variance(
     `x`, `g`, `config` and `index` are those of `gradient_noise`; `seed` is that of the draws' seeds.
 
     Raises:
-        ValueError: If shapes do not fit or `draws` is below 2.
+        ValueError: If shapes do not fit, `config` is no RMMConfig, or `draws` is below 2.
     """
+    config = config_for(None, config)
     if draws < 2:
         raise ValueError(f"draws={draws} leave no standard error; pass at least 2")
     sketched_x, sketched_g, kept = dealt_rows(x, g, config.keep_tokens, index)

@@ -131,6 +131,8 @@ def test_edges(pair):
 def test_what_does_not_fit_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         gradient_noise(**{"x": torch.zeros(5, 4), "g": torch.zeros(5, 2), "config": CONFIG, **change})
+    with pytest.raises(ValueError, match=message):
+        measure_sketch_variance(**{"x": torch.zeros(5, 4), "g": torch.zeros(5, 2), "config": CONFIG, **change})
 
 
 def test_too_few_draws_are_refused(pair):
