@@ -451,7 +451,10 @@ class _Trials:
 def _checked_ways(
     allow: Collection[str], executor: str | None, page_to: str | Path | None, budget: int | float | str | None
 ) -> set[str]:
-    ways, known = {allow} if isinstance(allow, str) else set(allow), (*ALLOWED, _PAGE)
+    known = (*ALLOWED, _PAGE)
+    if not isinstance(allow, Collection):
+        raise ValueError(f"allow={allow!r} is no collection of names; choose among {', '.join(known)}, or pass ()")
+    ways = {allow} if isinstance(allow, str) else set(allow)
     for each in ways:
         if each not in known:
             raise ValueError(f"allow: {each!r} is unknown; choose among {', '.join(known)}")

@@ -249,6 +249,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": float("nan")}, "noise=nan is no share"),
         ({"noise": True}, "noise=True is no share"),
         ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
+        ({"allow": None}, "allow=None is no collection of names"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
         ({"allow": ["recompute", "page"], "executor": "exact"}, 'pass page_to="host", or a folder'),
         ({"page_to": "host"}, 'add "page" to allow, or leave page_to out'),
