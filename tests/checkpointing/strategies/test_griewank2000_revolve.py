@@ -1,21 +1,13 @@
 """Binomial checkpointing: the closed form, the split, and schedules that take what it says."""
 
-from math import comb
-
 import pytest
 from empty_chain import run_actions
 
 from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions
-from rmm_linear.planning.strategies.griewank2000_revolve import repetitions, revolve, split
+from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
 from rmm_linear.planning.strategies.segments import segments_of_cuts
-
-
-def forward_steps(steps, slots):
-    """The paper's closed form, with the first pass and the steps that are differentiated."""
-    r = repetitions(steps, slots)
-    return steps + r * steps - (comb(slots + r, r - 1) if r else 0)
 
 
 def best_splits(steps, slots):
