@@ -245,7 +245,7 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
         " adds to the whole gradient over the minibatch's own, mean of three times in the training."
         f" {first['hardware']['cpu']}, torch {first['versions']['torch']}; {len(shown)} runs of"
         f" {len({row['commit'] for row in shown})} commits, {sum(row['modified'] for row in shown)} of them with"
-        " changes. Times are left out, for runs of one method differ up to fourfold."
+        " changes. The table has no times, for times of one method differ up to fourfold."
     )
 
 

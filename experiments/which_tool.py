@@ -116,8 +116,9 @@ def gpu_table(checkpointing: Path) -> str:
     first = rows[0]
     told = (
         "Each cell has the time in kernels and the peak of activations, both over those of `torch.compile` with"
-        f" checkpoints in each block; {first['hardware']}, torch {first['torch']}, {first['precision']}. The column"
-        ' "plan" has the fastest measured plan of no more activations.'
+        f" checkpoints in each block; {first['hardware']}, torch {first['torch']}, {first['precision']}. A"
+        ' percentage is the budget. The column "plan" has the fastest measured plan whose peak of activations is at'
+        ' most that of the checkpoints; "-": none was measured.'
     )
     return f"{table(['model', '`fit`', 'plan', '8 bits'], lines)}\n\n{told} [docs/gpu.md](docs/gpu.md) has all steps."
 

@@ -367,15 +367,16 @@ def test_models_in_eval_mode_and_planned_models_are_refused(batch):
         fit(model, batch, "50%")
 
 
-def test_noise_buys_time_without_a_budget(batch):
-    found = fit(_small_model(), batch, noise=100.0, executor="exact")
+@pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_noise_buys_time_without_a_budget(batch, executor):
+    found = fit(_small_model(), batch, noise=100.0, executor=executor)
     assert found.chosen.name == "sketches"
     assert found.chosen.time < 1
     assert found.chosen.noise_ratio > 0.05
     assert found.budget_bytes is None
     assert "no budget" in str(found)
     # the default limit leaves no room for sketches
-    assert fit(_small_model(), batch, executor="exact").chosen.name == "exact"
+    assert fit(_small_model(), batch, executor=executor).chosen.name == "exact"
 
 
 @pytest.fixture

@@ -420,7 +420,7 @@ def origins(folder: Path) -> str:
     return "\n".join(lines)
 
 
-# block of this experiment's page -> the results file that it needs, and its function
+# block of this experiment's page -> the results file that it needs, and the function that makes it
 MAKERS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "strategies": ("frontiers", strategies_table),
     "solvers": ("frontiers", solvers_table),

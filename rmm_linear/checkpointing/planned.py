@@ -252,6 +252,8 @@ def _planned(
     refuse_planned(model)
     if not model.training:
         raise ValueError("the model is in eval mode, in which it runs as written: call model.train() first")
+    if options.schedule is None:
+        Budget.of(options.budget)
     planned = _step_of(model, step, options)
     return planned, planned.capture(*arguments_of_sample(sample))[1]
 
@@ -283,7 +285,7 @@ def apply_schedule(
     Raises:
         ScheduleError: If the schedule was not made for this step, or is wrong; also later on, for another shape.
         CaptureError: If the step can't be captured.
-        ValueError: As `checkpoint_step`.
+        ValueError: As `checkpoint_step`, eval mode included.
 
     Examples:
         >>> import torch
@@ -341,7 +343,6 @@ def checkpoint_step(
         ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or a module in it
             is checkpointed or compiled already, or wrapped as by DistributedDataParallel.
     """
-    Budget.of(budget)
     options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
     return _planned(model, loss_fn, sample, options)[0]
 
@@ -392,7 +393,6 @@ def checkpoint_model(
         True
         >>> model(x).square().mean().backward()
     """
-    Budget.of(budget)
     options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
     planned, plan = _planned(model, None, sample, options)
     model._compiled_call_impl = planned

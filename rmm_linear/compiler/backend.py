@@ -2,7 +2,7 @@
 
     torch.compile(model, backend="rmm_linear", options={"budget": "60%"})
 
-Dynamo follows the user's Python code, again where a guard fails. Here a graph is traced and planned
+Dynamo follows the user's Python code, and follows it again where a guard fails. Here a graph is traced and planned
 for each shape, layout, dtype and state of autocast of its arguments. A graph that can't be captured runs as Dynamo
 wrote it, with a warning. Calls without gradients, and under torch.func, run as Dynamo wrote them as well.
 """

@@ -47,7 +47,7 @@ def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) ->
     """Run a step forward and backward, as eager mode would, and tell the most that is in memory at any time.
 
     A captured step frees each result after its last use. Eager mode also keeps tensors to which a name in Python
-    refers, and all that autograd holds for an op until that op runs, and adds up gradients in place.
+    refers, and all that autograd holds for an op until the op's backward pass has run, and adds up gradients in place.
     `run` runs the forward pass on fake tensors, and returns the differentiated tensors. The inputs are not counted:
     parameters, buffers, the batch. Their gradients are set to None.
     """

@@ -43,9 +43,8 @@ class PartialCoding:
         """
         solved = [program.solve(budget_bytes) for program in self._programs]
         found = [each for each in solved if each is not None]
-        if len(found) < len(solved):
+        if not found or len(found) < len(solved):
             return None
-        # of the moment that costs most
         coded = max(found, key=lambda each: each.extra_cost).coded
         return replace(self._bits, only=coded) if coded and coded != self._all else None
 

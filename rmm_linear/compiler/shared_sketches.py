@@ -2,7 +2,7 @@
 
 Each layer of a traced step draws a seed and compresses its input. Layers that are configured alike share both if their
 inputs are equal: one tensor, or casts and other copies of it that are computed alike. Nothing else is merged, so that
-the step stays eager mode's.
+the step computes as eager mode does.
 """
 
 import operator

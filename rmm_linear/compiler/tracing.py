@@ -132,7 +132,7 @@ def trace(
 def inline_checkpoints(module: fx.GraphModule) -> int:
     """Let the bodies of `torch.utils.checkpoint` run as part of a graph: the plan takes the checkpoints' place.
 
-    The graph is changed in place; returns the number of its checkpoints.
+    The graph is changed in place; the result is the number of its checkpoints.
     """
     found = 0
     # marked, so that `eager_peak_of` runs them as checkpoints

@@ -161,7 +161,7 @@ class RMMCallback(TrainerCallback):
         elif (noise, executor) != (_NOISE_LIMIT, Options.executor):
             raise ValueError('noise and executor belong to fit: pass fit="8GiB", or leave them out')
         if unknown := convert_kwargs.keys() - list(inspect.signature(convert_linears).parameters)[1:]:
-            raise TypeError(f"neither RMMCallback nor convert_linears has {', '.join(sorted(unknown))}; leave it out")
+            raise TypeError(f"RMMCallback takes no {', '.join(sorted(unknown))}, nor passes it on; leave it out")
         self._options = None if compile is None else Options.of(compile)
         self._sketches = any((ratio is not None, config is not None, convert_kwargs))
         self._sketches |= self._options is None and fit is None

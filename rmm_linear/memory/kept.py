@@ -10,6 +10,7 @@ is not kept, and not counted. Under `torch.compile` the hooks see what the compi
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class SavedTensors:
         self._excluded = StorageSet(own_tensors(exclude))
         self._kept = StorageSet()
         self._hooks: saved_tensors_hooks | None = None
-        # the hooks that were the innermost before, if they count as well: autograd calls these here alone
+        # the counter that was innermost before: autograd calls the innermost hooks alone, which pass tensors on to it
         self._outer: SavedTensors | None = None
 
     @property
@@ -115,22 +116,26 @@ class SavedTensors:
         """Tell whether a saved tensor lies in (any of) the storages of `tensor`."""
         return any(storage in self._kept for storage in storages_of(tensor))
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+    def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
+        outer = None
         if self._outer is not None:
-            self._outer._pack(tensor)
+            outer = partial(self._outer._unpack, self._outer._pack(tensor))
         for storage in storages_of(tensor):
             if storage not in self._excluded:
                 self._kept.add(storage)
         # an inference tensor has no version, and can't be changed in place where autograd sees it
         version = None if tensor.is_inference() else tensor._version
         # only what has a graph can be part of a cycle; others keep their identity, and what hangs on them
-        return tensor if tensor.grad_fn is None else tensor.detach(), version
+        return tensor if tensor.grad_fn is None else tensor.detach(), version, outer
 
     @staticmethod
-    def _unpack(packed: tuple[Tensor, int | None]) -> Tensor:
-        # static: what is unpacked by a graph that lives on must not keep this object alive
-        tensor, version = packed
-        # Autograd leaves this check to whoever has hooks.
+    def _unpack(packed: tuple[Any, ...]) -> Tensor:
+        # static: a graph that lives on must not keep this object alive
+        tensor: Tensor
+        tensor, version, outer = packed
+        if outer is not None:
+            outer()
+        # autograd leaves this check to hooks
         if version is not None and tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"

@@ -94,7 +94,7 @@ class MeasuredSaving(WatchedModules):
         }
         return [f"{count} {phrase}" for phrase, count in found.items() if count]
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+    def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
         if self._running is None:
             for storage in storages_of(tensor):
                 self._saved_elsewhere.add(storage)

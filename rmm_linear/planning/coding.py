@@ -8,7 +8,7 @@ from typing import Any
 from rmm_linear.byte_sizes import Unit
 
 KINDS = ("norm", "activation", "attention", "linear")
-# The number of ops and exact tensors that are named; a tensor is named from this share of the freed bytes on.
+# The number of ops and exact tensors that are named; a tensor is named if it has 1 / _PART of the freed bytes.
 _MOST_NAMED, _PART = 5, 100
 
 

@@ -258,7 +258,7 @@ class _Place:
         return cost - self._graph.ops[writer].cost if self._is_unread(writer) else cost
 
     def _ops_from_there(self, writer: int, use: int, freed: Sequence[int]) -> list[int]:
-        """The ops that compute an op's results from storages in memory at a later place; none if there are none."""
+        """The ops that compute an op's results from storages in memory at a later place; an empty list if none can."""
         ops, is_freed = self._graph.ops, set(freed)
         again, waiting = set(), [writer]
         while waiting:

@@ -3,7 +3,7 @@
 A planner decides on an *order*: a sequence of ops in which some occur more than once. All else follows: an op reads
 the result of the latest computation before it, so that a storage can go after the last read before it is written anew,
 or for good. `Schedule.from_order` writes these frees down. Outputs stay from their first computation to the end,
-gradients that are none until they are handed over.
+gradients that are no outputs until they are handed over.
 """
 
 import json

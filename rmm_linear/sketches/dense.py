@@ -34,10 +34,9 @@ class DenseProjection(ObliviousSketch):
         )
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
-        found, kind, own = None, type(self), DenseProjection
-        # the cheaper one of two orders of products, in plain torch
-        # a subclass with an S of its own has one order only
-        if kind.project is own.project and kind.sketch_gradient is own.sketch_gradient:
+        found = None
+        # in plain torch the cheaper of two orders of products; a subclass with an S of its own has one order
+        if all(getattr(type(self), name) is getattr(DenseProjection, name) for name in ("project", "sketch_gradient")):
             sketched_x = saved.tensors[0]
             scale = _gradient_scale(g.shape[0], sketched_x.shape[0])
             found = backend.projected_grad_weight(g, saved.seed, sketched_x, mean, gaussian=self.gaussian, scale=scale)

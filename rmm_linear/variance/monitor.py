@@ -76,7 +76,7 @@ class VarianceMonitor:
 
     Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
     one, `noise()` sums them up, and the file at `path` has them all, as JSON lines. They are closed forms of the input
-    and the gradient at the layer's first call in a step; the training does not change by a monitor.
+    and the gradient at the layer's first call in a step; a monitor does not change the training.
 
     Warning:
         With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios stay.

@@ -53,7 +53,7 @@ class ProfileBuilder:
     """
 
     def __init__(self) -> None:
-        # of each layer one for each batch
+        # the profiles of each layer, one a batch
         self._layers: dict[str, list[LayerProfile]] = {}
 
     def __len__(self) -> int:
@@ -149,13 +149,15 @@ def profile_noise(
         Means over the batches.
 
     Raises:
-        ValueError: If the model is compiled, not in training mode or has no sketched layer, an argument is empty or
-            `layers_at_once` below 1, or no layer got a gradient.
+        ValueError: If the model is compiled, not in training mode or has no sketched layer, an argument is empty, two
+            of `configs` are equal, `layers_at_once` is below 1, or no layer got a gradient.
     """
     if not model.training:
         raise ValueError("the model is in eval mode, where nothing is sketched; call model.train() first")
     if not runs or not configs:
         raise ValueError(f"{len(runs)} runs and {len(configs)} configurations; pass at least one of each")
+    if len(set(configs)) < len(configs):
+        raise ValueError(f"{len(configs)} configurations, and some are equal; pass each once")
     if isinstance(layers_at_once, bool) or not isinstance(layers_at_once, Integral) or layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once!r} is not a positive int; pass 1 for the least memory")
     builder = ProfileBuilder()

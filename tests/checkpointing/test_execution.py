@@ -132,7 +132,12 @@ CASES = {
     "sketched attention": (lambda: Attention(ratio=0.5), mean_square, (X, TARGET), {}),
     "gpt2": (lambda: language_model("GPT2LMHeadModel"), None, (), TEXT),
     "llama": (lambda: language_model("LlamaForCausalLM"), None, (), TEXT),
-    "roberta": (language_model, None, (), {"input_ids": IDS, "labels": IDS[:, 0] % 2, "attention_mask": IDS > 9}),
+    "roberta": (
+        language_model,
+        None,
+        (),
+        {"input_ids": IDS, "labels": IDS[:, 0] % 2, "attention_mask": (IDS > 9).long()},
+    ),
 }
 
 

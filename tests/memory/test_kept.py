@@ -60,6 +60,18 @@ def test_counters_around_a_counter_count_as_well():
     assert report.total_bytes == 16 * 12 * FLOAT
 
 
+def test_a_profile_around_a_counter_finds_out_which_ops_keep_its_tensors():
+    class Counting(nn.Sequential):
+        def forward(self, x):
+            with SavedTensors(self):
+                return super().forward(x)
+
+    layers, x = (nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 2)), torch.randn(16, 8)
+    found, plain = profile(Counting(*layers), x), profile(nn.Sequential(*layers), x)
+    assert [call.status for call in found.linears] == [call.status for call in plain.linears] == ["kept", "kept"]
+    assert found.by_op() == plain.by_op()
+
+
 def test_a_shared_input_counts_once_and_a_view_as_the_whole_of_what_it_keeps_alive():
     layers, x = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), torch.randn(16, 5, 8)
     assert measure_kept_bytes(lambda: sum(layer(x) for layer in layers), exclude=[layers]) == 16 * 5 * 8 * FLOAT

@@ -223,7 +223,7 @@ def test_candidates_without_padding_use_the_models_mask(network):
     [
         ({"runs": []}, "0 runs and 4 configurations; pass at least one of each"),
         ({"configs": []}, "1 runs and 0 configurations"),
-        ({"configs": CONFIGS[:1] * 2}, "has two options of one configuration"),
+        ({"configs": CONFIGS[:1] * 2}, "2 configurations, and some are equal; pass each once"),
         ({"layers_at_once": 0}, "layers_at_once=0 is not a positive int"),
         ({"layers_at_once": True}, "layers_at_once=True is not a positive int"),
         ({"runs": [lambda: None]}, "no layer was measured; run a forward and a backward pass"),

@@ -7,7 +7,8 @@ plan for the chain is a sequence of actions (`Action`), written by the planners 
 `rmm_linear.checkpointing.bptt`, which runs a cell.
 
 The graph may be any. A storage that is in no state, because it skips over cuts or belongs to two stages, is computed
-from the storages in memory: a poor choice of cuts costs time and memory, which the simulator counts, and stays valid.
+from the storages in memory: a poor choice of cuts costs time and memory, which the simulator counts; the order stays
+valid.
 """
 
 from bisect import bisect_left

@@ -59,9 +59,8 @@ def forward_steps(steps: int, slots: int) -> int:
 def split(steps: int, slots: int) -> int:
     """Return after how many steps to store the next snapshot; there are at least two steps and two snapshots.
 
-    The steps after it then take no more than r repetitions with one snapshot less, the steps before it no more
-    than r - 1, and neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is
-    taken.
+    The steps after it then take at most r repetitions with one snapshot less, the steps before it at most r - 1, and
+    neither so few that a repetition is wasted: each y between these bounds is optimal, and the least is taken.
     """
     r = repetitions(steps, slots)
     before = comb(slots + r - 2, slots) if r >= 2 else 0

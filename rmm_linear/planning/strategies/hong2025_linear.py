@@ -52,7 +52,7 @@ class Checkpoints(NamedTuple):
 def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
     """Choose the cheapest checkpoints under a cap on the bytes between them, neither counted, in O(n).
 
-    `prices` are the bytes of keeping each layer; the last layer is a checkpoint.
+    `prices` are the bytes that each layer takes if it is kept; the last layer is a checkpoint.
 
     Raises:
         ValueError: If there is no layer, sizes and prices are not of one length, or something is negative.

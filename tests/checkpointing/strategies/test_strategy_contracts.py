@@ -58,3 +58,4 @@ def one_search_for_the_leanest_order():
 
 def test_every_strategy_has_its_contract():
     assert CONTRACTS.keys() == set(available_strategies())
+    assert all(get_strategy(name).name == name for name in CONTRACTS)

@@ -1,9 +1,14 @@
 """The study's statistics: pairs, intervals that hold the truth as often as they say, and an equivalence test."""
 
+import json
+
 import numpy as np
 import pytest
 
+from experiments.glue import peers
 from experiments.glue.evidence import Average, evidence_of, evidence_table
+from experiments.glue.study import ROWS
+from experiments.rows import write_rows
 
 _SEEDS = (5, 5, 2, 3)
 # the task of two seeds varies least, or most
@@ -111,3 +116,16 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     assert "differ by 3.5 points (root mean square of 2 pairs" in table
     # exact runs of the two seeds on each device: 60 and 74, and 63 and 70
     assert "on the device cpu have a standard deviation of rte 9.9 points" in table
+
+
+def test_a_diverged_seed_of_a_peer_counts_and_runs_on_a_gpu_do_not(tmp_path):
+    exact = [_result("rte", "exact", seed, 0.6, hardware={"device": "cpu"}) for seed in (0, 1)]
+    on_gpu = [_result("rte", "exact", 2, 0.9, hardware={"device": "cuda"})]
+    (tmp_path / ROWS).write_text("".join(json.dumps(each) + "\n" for each in exact + on_gpu), encoding="utf-8")
+    row = {"peer": "theirs", "peer_commit": "abc", "task": "rte", "kept": 0.5, "commit": "def", "torch": "2.13"}
+    scores = {0: (0.59, None), 1: (0.41, "diverged: the training loss is not finite at the end"), 2: (0.6, None)}
+    rows = [row | {"seed": seed, "score": score, "error": error} for seed, (score, error) in scores.items()]
+    write_rows(tmp_path / peers.FILE, rows)
+    table = peers.peers_table(tmp_path, tmp_path)
+    assert "| theirs (abc) | -10.0 ± " in table
+    assert "(2) | 50.0 % | - | diverged: the training loss is not finite at the end |" in table

@@ -153,3 +153,14 @@ def test_runs_that_differ_in_more_than_method_and_seed_share_no_table(
         return
     with pytest.raises(HarnessError, match=message):
         compare(tmp_path)
+
+
+def test_rounding_is_no_noise(tmp_path: Path) -> None:
+    noises = {"exact": 0.0, "gaussian-0.1": 2e-14, "hadamard-0.1-centered": 2e-5}
+    for result in _fake_results(tmp_path):
+        variances = {"step_variance": noises.get(label_of(result), 0.0)}
+        result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
+        (tmp_path / f"{result['name']}.json").write_text(json.dumps(result))
+    found = {row.label: row.noise for row in compare(tmp_path).rows}
+    assert found["gaussian-0.1"] == 0.0
+    assert found["hadamard-0.1-centered"] == pytest.approx(2e-5)

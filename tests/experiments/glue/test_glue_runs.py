@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from official_layout import write_official_folder
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from experiments.command_line import HarnessError
 from experiments.glue import demo, result_file, training
@@ -100,6 +100,29 @@ def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
     assert len(resumed["steps"]["seconds"]) == len(resumed["steps"]["step"]) == 10
     # nothing but the result is left
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [f"{settings.name}.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_demo")
+def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = execute(RunSettings(**TWO_EPOCHS), tmp_path / "whole")
+    save, calls = Trainer._save_optimizer_and_scheduler, []
+
+    def third_time_lucky(self: Trainer, *arguments: Any) -> None:
+        calls.append(self.state.global_step)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        save(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_optimizer_and_scheduler", third_time_lucky)
+        with pytest.raises(KeyboardInterrupt):
+            execute(RunSettings(**TWO_EPOCHS), tmp_path / "broken")
+    resumed = execute(RunSettings(**TWO_EPOCHS), tmp_path / "broken")
+    assert [attempt["from_step"] for attempt in resumed["attempts"]] == [0, calls[1]]
+    assert _comparable(resumed) == _comparable(whole)
 
 
 @pytest.mark.usefixtures("tiny_demo")

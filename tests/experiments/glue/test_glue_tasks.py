@@ -33,6 +33,7 @@ DAMAGED = {
     "commas": ("mrpc", "Quality,#1 ID\n1,2\n", "has no column #1 String, #2 String, Quality"),
     "only a header": ("sst2", "sentence\tlabel\n", "0 of 0 rows"),
     "no such class": ("sst2", "sentence\tlabel\nfine\t2\n", "'2'"),
+    "score out of range": ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.5\n", "5.5"),
     "no score": ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "nan"),
     "no text": ("sst2", "sentence\tlabel\nfine\t1\n\udcff\t0\n", "is no UTF-8 tab-separated text"),
 }
@@ -74,3 +75,9 @@ def test_a_missing_folder_and_the_hub_out_of_reach_are_one_clear_error_each(tmp_
     # the suite runs with HF_HUB_OFFLINE=1
     with pytest.raises(HarnessError, match="the task rte could not be loaded from the hub .* or pass --data"):
         load_task(TASKS["rte"], "hub")
+
+
+def test_texts_that_look_like_missing_values_stay_texts(tmp_path: Path) -> None:
+    folder = write_official_folder(tmp_path, "sst2")
+    (folder / "train.tsv").write_text("sentence\tlabel\nNA\t1\nnull\t0\n", encoding="utf-8")
+    assert list(load_task(TASKS["sst2"], str(tmp_path))["train"]["sentence"]) == ["NA", "null"]
