@@ -1,11 +1,11 @@
 """Triton or plain torch: the only module that imports the kernels.
 
-"auto" takes the Triton kernels on a GPU that they were made for, and their plain-torch references everywhere else.
-Where a kernel cannot be compiled or started, one warning says so, and its reference computes the same from then on.
-`use_kernels`, or the environment variable RMM_LINEAR_KERNELS, force either. S belongs to a seed and a kind of device,
-whatever is chosen: a forward and a backward pass may differ in that.
+"auto" runs the Triton kernels on GPUs that support them, and their plain-torch references everywhere else. If a kernel
+cannot be compiled or started, one warning says so, and the reference computes the same result from then on.
+`use_kernels`, or the environment variable RMM_LINEAR_KERNELS, forces either. S depends on the seed and the kind of
+device alone, so that a forward pass may run kernels and its backward pass plain torch.
 
-Autocast is off in all of these functions: a caller inside an autocast region must not have its float32 sums lowered.
+Autocast is off in all of these functions: an autocast region around a call must not lower the float32 sums.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# "as" with the same name: other modules import these from here
+# "as" with the same name marks a re-export
 from rmm_linear_kernels import random as random
 from rmm_linear_kernels.hadamard.reference import hadamard_dense as hadamard_dense
 from rmm_linear_kernels.hadamard.reference import hadamard_order as hadamard_order
@@ -35,7 +35,7 @@ from rmm_linear_kernels.projection.reference import projection_dense as projecti
 ENVIRONMENT = "RMM_LINEAR_KERNELS"
 STORAGE_BITS = _low_bit.BITS
 CHOICES = ("auto", "triton", "torch")
-# Kernel -> the folder of `rmm_linear_kernels` whose kernel.py has its launcher, and reference.py its reference.
+# Kernel -> its folder of `rmm_linear_kernels`: kernel.py has the launcher, reference.py the reference.
 KERNELS = {
     "hadamard_sketch": "hadamard",
     "random_projection": "projection",
@@ -50,12 +50,12 @@ _REFERENCES: dict[str, Callable[..., Any]] = {
 _ON_CPU = {name: getattr(_low_bit_on_cpu, name) for name in ("quantize", "dequantize")}
 HALVES = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *HALVES, torch.uint8)
-# bfloat16 on the tensor cores
+# the first compute capability with bfloat16 tensor cores
 _LEAST_CAPABILITY = (8, 0)
 
 
 class _State:
-    """The choice, and the kernels that have failed."""
+    """The choice of `use_kernels`, and the kernels that have failed."""
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
@@ -73,7 +73,7 @@ def _checked(choice: str, source: str) -> str:
 _state = _State(_checked(os.environ.get(ENVIRONMENT) or "auto", ENVIRONMENT))
 
 
-class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_enabled is
+class use_kernels:  # noqa: N801  called like a function, as torch.set_grad_enabled is
     """Choose between the Triton kernels and plain torch, from now on or within a `with` block, in all threads.
 
     Examples:
@@ -82,11 +82,11 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
         ...     pass  # forward and backward passes in here run without Triton
 
     Args:
-        choice: "auto" for kernels where they run; "torch" for plain torch everywhere; "triton" for kernels, or an
-            error. float64, and sketches that have no kernel, run in plain torch in any case.
+        choice: "auto" for kernels where the device supports them; "torch" for plain torch everywhere; "triton" for
+            kernels, or an error. float64, and sketches that have no kernel, run in plain torch in any case.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If `choice` is none of these.
     """
 
     def __init__(self, choice: str) -> None:
@@ -94,10 +94,10 @@ class use_kernels:  # noqa: N801  a function to its users, as torch.set_grad_ena
         _state.choice = _checked(choice, "choice")
 
     def __enter__(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `__init__` has made the choice."""
 
     def __exit__(self, *error: object) -> None:
-        """Go back to the choice before."""
+        """Restore the former choice."""
         _state.choice = self._before
 
 
@@ -107,7 +107,7 @@ def chosen() -> str:
 
 
 def kernel_status(device: torch.device) -> dict[str, str | None]:
-    """Return why the reference of each kernel runs on a device, as far as is known; None if the kernel runs."""
+    """Return for each kernel the reason why its reference runs on a device; None if no reason is known."""
     x = torch.empty(0, dtype=torch.bfloat16, device=device)
     return {name: _reason_against(name, x) for name in KERNELS}
 
@@ -128,7 +128,7 @@ def _reason_against(name: str, x: Tensor) -> str | None:
 
 @lru_cache
 def _unusable(device: int) -> str | None:
-    """Why no Triton kernel can run on a GPU."""
+    """The reason why no Triton kernel can run on a GPU; None if kernels can run."""
     try:
         importlib.import_module("triton")
     except Exception as error:  # a broken installation may raise anything
@@ -143,14 +143,14 @@ def _unusable(device: int) -> str | None:
 
 
 def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a kernel where it can run, and its reference where it cannot or fails; the device of x and its dtype decide.
+    """Run a kernel if the device and the dtype of x have it, and its reference if not, or if the kernel fails.
 
     `name` is a key of `KERNELS`, and the arguments are the reference's.
 
     Raises:
         ValueError: If Triton is forced, and cannot run.
         RuntimeError: If a kernel fails while a CUDA graph is captured.
-        OutOfMemoryError: If the kernel finds no memory: no fault of its own.
+        OutOfMemoryError: If the GPU is out of memory; the kernel is not marked as broken then.
     """
     if torch._C._is_any_autocast_enabled() and not x.is_meta:
         with torch.autocast(device_type=x.device.type, enabled=False):
@@ -170,7 +170,7 @@ def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             return launch(x, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # no compiler, no driver, a chip that Triton does not know: all have their own
+        except Exception as error:  # a missing compiler, a missing driver, an unknown chip: each raises its own class
             if _state.choice == "triton":
                 raise
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -179,19 +179,19 @@ def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
                     " capture, so that kernels are compiled and loaded"
                 ) from error
             reason = f"the Triton kernel of {name} failed for {x.dtype} ({type(error).__name__}: {error})"
-        # Before the verdict: the caller's mistakes, and a GPU that is broken itself, raise in the reference too.
+        # Before the kernel is marked as broken: bad arguments and a failing GPU raise in the reference too.
         found = reference(x, *args, **kwargs)
-        # all of Triton is most often broken, which each kernel finds out by itself
+        # one warning for all kernels: most often Triton itself is broken, and each kernel fails in turn
         if not _state.broken:
-            _warn(f"{reason}; of others that fail, nothing is said")
+            _warn(f"{reason}; no further failures are reported")
         _state.broken[name, x.dtype, x.device] = reason
         _state.warned.add(reason)
         return found
     if x.dtype in _DTYPES:
         if _state.choice == "triton":
             raise ValueError(
-                f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') takes plain"
-                " torch"
+                f"the Triton kernel of {name} is asked for and cannot run: {reason}; use_kernels('auto') falls back to"
+                " plain torch"
             )
         if x.is_cuda and _state.choice == "auto":
             _warn(reason)
@@ -208,7 +208,7 @@ def _warn(reason: str) -> None:
         _state.warned.add(reason)
         warnings.warn(
             f"rmm_linear runs in plain torch, right but slower: {reason}. `rmm-linear doctor` tells more;"
-            f" {ENVIRONMENT}=torch silences this",
+            f" {ENVIRONMENT}=torch silences this warning",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -228,9 +228,9 @@ def projected_grad_weight(g: Tensor, *args: Any, **kwargs: Any) -> Tensor | None
 
 
 def product_dtype(g: Tensor) -> torch.dtype:
-    """Return the dtype in which the two sketches are multiplied: on a GPU, half precision stays what it is.
+    """Return the dtype in which the two sketches are multiplied: on a GPU the dtype of g.
 
-    float64 for float64, and float32 for half precision on a CPU, where float32 products are as fast.
+    On a CPU, half precision becomes float32, whose products are as fast there.
     """
     if g.dtype in HALVES and g.is_cuda:
         return g.dtype
@@ -240,9 +240,9 @@ def product_dtype(g: Tensor) -> torch.dtype:
 def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroom: float = 1.0) -> Tensor:
     """Return (S^T g)^T (S^T x), shape (out, in), with sums in float32 or float64.
 
-    S^T g over the storage scale is (rank, out), S^T x times it (rank, in); `dtype`, that of the factors, is
-    `product_dtype`. A float16 S^T g is divided by `headroom`, a power of 2, before the product: it exceeds g's size by
-    about that.
+    S^T g over the storage scale is (rank, out), S^T x times the scale (rank, in); the factors have `dtype`, given by
+    `product_dtype`. A float16 S^T g is divided by `headroom`, a power of 2, before the product: its elements are about
+    `headroom` times as large as those of g.
     """
     if torch._C._is_any_autocast_enabled() and not sketched_g.is_meta:
         with torch.autocast(device_type=sketched_g.device.type, enabled=False):
@@ -252,6 +252,6 @@ def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroo
     if dtype == torch.bfloat16:
         headroom = 1.0
     half = sketched_g.mul(1 / headroom).to(dtype) if headroom != 1 else sketched_g.to(dtype)
-    # by cuBLAS, which sums in float32, without wider copies of the sketches
+    # cuBLAS sums in float32 without float32 copies of the sketches
     product = torch.mm(half.t(), sketched_x.to(dtype), out_dtype=torch.float32)
     return product.mul_(headroom) if headroom != 1 else product

@@ -6,16 +6,16 @@ For x (rows, in), weight (out, in) and the output's gradient g (rows, out), a li
     grad_input  = g weight
     grad_weight = g^T x
 
-Only the third needs x, and so the whole input of every layer is kept from the forward to the backward pass for it.
-Bershatsky et al. 2022 ("Memory-Efficient Backpropagation through Large Linear Layers", arXiv 2201.13195) estimate it:
-draw a random S (rows, rank) with E[S S^T] = I, keep S^T x (rank, in), and form
+Only the third needs x: for its sake the whole input of every layer is kept from the forward to the backward pass.
+Bershatsky et al. 2022 ("Memory-Efficient Backpropagation through Large Linear Layers", arXiv 2201.13195) estimate
+grad_weight: draw a random S (rows, rank) with E[S S^T] = I, keep S^T x (rank, in), and form
 
     grad_weight ~ (S^T g)^T (S^T x) = g^T (S S^T) x,        whose mean is g^T x
 
-The noise is unbiased, as that of minibatches is; its variance depends on the sketch (each sketch's file derives
-it) and falls with the ratio rank / rows. Everything else stays as it was: output and grad_input are bit-equal
-to `torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact (on a GPU up to the rounding of
-another order of summation: one reading of g serves it and the sketch).
+The estimate is unbiased, as a minibatch gradient is; its variance depends on the sketch (each sketch's file derives
+the variance) and falls as the ratio rank / rows grows. Output and grad_input are bit-equal to
+`torch.nn.functional.linear`, and grad_bias, the sum of g over its rows, is exact (on a GPU up to the rounding of
+another order of summation: one pass over g computes both grad_bias and the sketch of g).
 
 S is never stored. It is a function of a 64-bit seed, one for CPUs and one for GPUs. The seed is drawn on x's device by
 an op of our own and saved as a tensor: `torch.manual_seed` governs it, checkpointing replays it, and the compiler can't
@@ -24,13 +24,13 @@ draw it twice.
 The modules:
 
     linear            decides whether to sketch, draws the seed, compresses x      (outside autograd)
-    producers         says whether the operation that made x keeps it anyway: the layer then keeps x itself
-    padding           says which rows carry no gradient, and are left out of x and of g; one of them stands for all
-    rows              says which rows are kept beside the sketch of the others
-    norm_cache        remembers the norms of g of the epoch before, by which rows may be sampled
+    producers         tells whether the operation that made x saves x anyway: the layer then keeps x itself
+    padding           finds rows that carry no gradient, and leaves them out of x and g; one of them represents all
+    rows              finds the rows that are kept beside the sketch of the others
+    norm_cache        remembers the row norms of g from the previous epoch, by which rows may be sampled
     sharing           finds layers that read the same x, which keep one sketch of it
-    _compiled         the same for compilers, which see one operator
-    _SketchedLinear   output now; grad_input, grad_weight and grad_bias later      (keeps weight, seed and sketch)
+    _compiled         is `linear` for compilers, which see one operator
+    _SketchedLinear   forward: the output; backward: grad_input, grad_weight and grad_bias (keeps weight, seed, sketch)
     ops               the opaque operators: draw_seed, compress, grad_weight
     sketches          the computations of compress and grad_weight
 """
@@ -52,25 +52,25 @@ from rmm_linear.sharing import SharedSketch
 
 
 class _Kept(NamedTuple):
-    """All that a layer keeps of its input."""
+    """The tensors that a layer keeps of its input for the backward pass, and their description."""
 
     config: RMMConfig
     features: int
     layout: Layout
-    # functions to which the backward pass shows its gradient
+    # functions that the backward pass calls with its gradient
     looks: tuple[Look, ...]
     shared: SharedSketch | None
-    # rows that are not left out, the ones that are kept beside the sketch first; None for all rows
+    # numbers of the rows that are not left out, rows kept beside the sketch first; None for all rows
     valid: Tensor | None
     seed: Tensor
-    # the number of one row that is left out, the row, and how many there are; or nothing
+    # the number of one row that is left out, the row, and the number of rows left out; or empty
     left_out: tuple[Tensor, ...]
     # tensors of the rows beside the sketch, and of the sketch of the rest
     beside: tuple[Tensor, ...]
     sketch: tuple[Tensor, ...]
 
     def flattened(self) -> tuple[Any, ...]:
-        """Values that are no tensors, `_PLAIN` of them, and the tensors."""
+        """First the `_PLAIN` values that are not tensors, then the tensors."""
         plain = *self[:5], len(self.left_out), len(self.beside)
         return *plain, self.valid, self.seed, *self.left_out, *self.beside, *self.sketch
 
@@ -93,12 +93,12 @@ def linear(
     """Apply a linear map whose weight gradient is estimated from a sketch of `x` (Bershatsky et al. 2022, sec. 2).
 
     Output and grad_input are bit-equal to `torch.nn.functional.linear`, grad_bias is exact, and grad_weight is
-    unbiased. Where no weight gradient is wanted (a frozen weight, `torch.no_grad`), at ratio 1 without a storage,
-    below `config.min_rows` rows, and for nested and sparse inputs it *is* `torch.nn.functional.linear`; and where the
-    op that made x keeps it anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a sketch would
-    free nothing. Autocast is followed as there.
+    unbiased. The function *is* `torch.nn.functional.linear` where no weight gradient is needed (a frozen weight,
+    `torch.no_grad`), at ratio 1 without a storage, below `config.min_rows` rows, for nested and sparse inputs, and
+    where the op that made x saves x anyway (ReLU, tanh, a fused attention: see `rmm_linear.producers`), so that a
+    sketch would free no memory. Autocast applies as to F.linear.
 
-    Under `torch.no_grad` a seed is drawn all the same: reentrant checkpointing runs its first forward so, and dropout
+    A seed is drawn under `torch.no_grad` too: reentrant checkpointing runs its first forward in that mode, and dropout
     after this layer must find the generator in the same state in both passes. Compilers drop draws that are not used,
     and move others: checkpoint compiled code with use_reentrant=False.
 
@@ -116,20 +116,20 @@ def linear(
         torch.Size([8, 16])
 
     Args:
-        x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. Of rows that no single
-            stride leads through, such as those of `x[:, 1:]`, F.linear and the sketch make a copy each.
+        x: Activations, shape (..., in), any float dtype; rows are all dimensions but the last. If x has no view of
+            shape (rows, in), as `x[:, 1:]` has none, F.linear and the sketch make a copy each.
         weight: Shape (out, in), dtype of `x` (or castable to it under autocast).
         bias: Shape (out,), or None.
-        config: How to sketch.
+        config: The settings of the sketch.
         seed: 64-bit seed of S: an int, or a 0-d int64 tensor on x's device. Drawn from the device's default
             generator if None. Two layers that share a seed share S.
-        valid_rows: Rows that are sketched; the others are padding, whose gradient is zero: should it not be, the
-            estimate is unbiased all the same, and noisy (see `rmm_linear.padding`). All rows if None. Used for any
-            `config.skip_padding`, which is about the model's own mask.
-        rows_check: Looks in the backward passes whether the rows left out carry no gradient: a layer's own. None checks
-            only if `valid_rows` asks for it.
-        shared: The group of layers that keep one sketch of `x`, made by the first of them; a seed that is given is the
-            group's. None for a sketch of its own. Not used by a compiler, which finds out by itself.
+        valid_rows: Rows that are sketched; the others are padding, whose gradient is zero. If a padding row carries a
+            gradient, the estimate stays unbiased, but is noisy (see `rmm_linear.padding`). All rows if None. Applies
+            for any `config.skip_padding`, which concerns the model's own mask.
+        rows_check: Checks in backward passes that the rows left out carry no gradient; each layer has its own. None
+            checks only if `valid_rows` asks for it.
+        shared: The group of layers that keep one sketch of `x`, made by the first of them; a `seed` argument becomes
+            the group's. None for a separate sketch. Not used by a compiler, which merges equal sketches itself.
         row_norms: Norms by which a row-sampling sketch draws (see `rmm_linear.norm_cache`). Not used by a compiler.
 
     Returns:
@@ -140,7 +140,7 @@ def linear(
         PaddingGradientError: In the backward pass, if the valid rows are to be checked (see `rmm_linear.padding`) and
             another row carries a gradient.
         DoubleBackwardError: In the backward pass of a backward pass: a sketch has no second derivative.
-        TransformError: Under `torch.vmap` and forward-mode differentiation, and in a backward pass that is mapped over.
+        TransformError: Under `torch.vmap` and forward-mode differentiation, and in a backward pass under `vmap`.
         TracingError: Under `torch.export` and `torch.jit.trace`, whose graphs have no backward pass.
             `export(strict=True)` quotes it in an error of the compiler's own.
     """
@@ -148,7 +148,7 @@ def linear(
     if torch.compiler.is_compiling():
         return _compiled(x, weight, bias, config, seed, valid_rows, dtype)
     is_plain = x.layout == torch.strided and not x.is_nested
-    # No checkpoint runs in inference mode.
+    # Inference mode draws no seed: no checkpoint runs in it.
     if not weight.requires_grad or weight.shape[0] == 0 or not is_plain or torch.is_inference_mode_enabled():
         return F.linear(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
@@ -161,12 +161,12 @@ def linear(
     seed = ops.draw_seed(x.detach()) if seed is None else _seed_tensor(seed, x)
     if shared is not None:
         seed = shared.seed_or(seed)
-    # After the seed: in a reentrant checkpoint's first forward x has no grad_fn, and a seed is drawn there as well.
+    # After the seed: in a reentrant checkpoint's first forward x has no grad_fn, and both passes must draw a seed.
     if not keeps_graph or (x.grad_fn is not None and is_free_to_keep(x, dtype)):
         return F.linear(x, weight, bias)
     index = None if valid_rows is None else valid_rows.index_on(x.device, config.keep_tokens)
     layout = layout_of(x.shape, config.keep_tokens, index) if config.keep_tokens else NO_ROWS_KEPT
-    # After the seed: a checkpoint's second forward, which may not know the valid rows, draws one as well.
+    # After the seed: a checkpoint's second forward may not know the valid rows, and both passes must draw a seed.
     rows = rows if index is None else index.shape[0]
     if (index is not None or layout.kept) and not config.sketches(rows, layout.kept):
         return F.linear(x, weight, bias)
@@ -182,7 +182,7 @@ def linear(
             shared.remember(seed, *made)
             shared.row_norms = row_norms
     elif shared is not None:
-        # the members draw as one, by the norms of all of their gradients
+        # one draw of rows for all members, by the norms of all of their gradients
         row_norms = shared.row_norms
     check = None if index is None or valid_rows is None else needed_check(valid_rows, rows_check)
     looks = *(() if check is None else (check,)), *(() if row_norms is None else (row_norms.look,))
@@ -199,16 +199,16 @@ def _compiled(
     valid_rows: ValidRows | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`linear`, as a compiler reads it: what depends on more than tensors and the configuration's text."""
+    """`linear` for compilers: the decisions that need more than tensors and the configuration's text."""
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
-    # What is_exporting() returns: asked by the compiler of torch 2.11, that says yes whatever it compiles for.
+    # Not is_exporting(): in compiled code of torch 2.11 that function returns True without an export as well.
     if torch.compiler._is_exporting_flag:
         if torch.is_grad_enabled() and config.sketches(x.numel() // max(1, x.shape[-1])):
             _refuse_tracing()
         return F.linear(x, weight, bias)
     x = x.to(dtype)
-    # A compiler draws the seed of the very tensor that is sketched (see `ops.draw_seed`), which is made first.
+    # `ops.draw_seed` must get the very tensor that is sketched, so `values` is computed before the seed.
     mask = None if valid_rows is None else valid_rows.mask
     # Rows left out are set to zero: a compiled graph has static shapes.
     values = _flat((x if mask is None else torch.where(mask.unsqueeze(-1) != 0, x, 0)).detach())
@@ -227,9 +227,9 @@ def _sketched_linear(
 ) -> Tensor:
     """A layer as one operator of the graph that Dynamo makes; AOTAutograd, which comes next, sees through it.
 
-    Dynamo would follow each function and each attribute in there, layer after layer, which takes most of its time, and
-    would have them looked at once more at every step, lest one has changed. The configuration does not change: its key
-    is all that has to be looked at, and all that a graph on disk is found by.
+    Otherwise Dynamo would trace each function here for each layer, which takes most of its time, and guard each
+    attribute at every step. A configuration is immutable: its key is the only guard, and the only part of the key of a
+    graph in the cache on disk.
     """
     config = config_of(graph_key)
     rows = values.shape[0]
@@ -253,7 +253,7 @@ torch.library.define(
     "rmm_linear::sketched_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor values, Tensor? mask, Tensor? seed, str graph_key) -> Tensor",
 )
-# Made of other operators: autograd, autocast and fake tensors see those.
+# CompositeImplicitAutograd: autograd, autocast and fake tensors see the operators inside.
 torch.library.impl("rmm_linear::sketched_linear", "CompositeImplicitAutograd")(_sketched_linear)
 
 
@@ -266,7 +266,7 @@ def _compressed(
     valid_rows: ValidRows | None,
     gradient_norms: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """The kept tensors of x, without its graph: a row left out, rows beside the sketch, and the sketch of the rest."""
+    """The kept tensors of a detached x: one row left out, the rows beside the sketch, and the sketch of the rest."""
     left_out: tuple[Tensor, ...] = ()
     beside: tuple[Tensor, ...] = ()
     rest = _flat(x)
@@ -304,7 +304,7 @@ def _seed_tensor(seed: Tensor | int, x: Tensor) -> Tensor:
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed={seed!r} is not a 64-bit int; pass one, a 0-d int64 tensor, or None to draw one")
-    # filled on the device: a copy from the host would make it wait
+    # filled on the device: a copy from the host would synchronise
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
@@ -318,7 +318,7 @@ def _refuse_tracing() -> None:
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: RMMConfig, valid_rows: ValidRows | None
 ) -> torch.dtype:
-    """Refuse what does not fit, and return the dtype to compute in."""
+    """Refuse arguments that do not fit each other, and return the dtype to compute in."""
     if not isinstance(config, RMMConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass an RMMConfig, such as RMMConfig(ratio=0.5)")
     if not x.is_floating_point():
@@ -353,12 +353,12 @@ def _check(
 
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
-    # It asks for strides of (1, rows), which a single row may have as well.
+    # Autograd tests for strides of (1, rows), which a single row may have as well.
     if x.dim() == 2:
         return x.stride() == (1, x.shape[0])
     rows = x.numel() // max(1, x.shape[-1])
     if rows == 1:
-        # flattened, its strides are (in, 1) times that of its numbers
+        # flattened, a single row has strides (in, 1) times x.stride(-1)
         return x.shape[-1] == 1 and x.stride(-1) == 1
     if x.stride(-1) != rows:
         return False
@@ -374,14 +374,14 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # Cast by hand: autocast's weight cache must not learn a cast made here, where gradients are off, or a later
     # F.linear on the same weight (tied embeddings) would get no weight gradient.
     output = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    # A view of the matrix product, which is used nowhere else: the output may be changed in place.
+    # _unsafe_view, since the matrix product has no other use: the output may be changed in place.
     return torch.ops.aten._unsafe_view.default(output, output.shape) if output.dim() > 2 else output
 
 
 class _SketchedLinear(torch.autograd.Function):
     """F.linear forward; in the backward pass the weight gradient comes from the sketch.
 
-    torch.func needs a `setup_context`, and tensors that are arguments: a `_Kept`, flattened.
+    torch.func requires a `setup_context`, and tensors as direct arguments: hence a `_Kept` is flattened.
     """
 
     @staticmethod
@@ -391,7 +391,7 @@ class _SketchedLinear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, *kept = inputs
-        # As nn.Linear does: the weight is needed for grad_input alone.
+        # As nn.Linear does: only grad_input needs the weight.
         ctx.save_for_backward(weight if x.requires_grad else None, *kept[_PLAIN:])
         ctx.kept = kept[:_PLAIN]
         ctx.is_column_major = x.requires_grad and _is_column_major(x)
@@ -428,26 +428,26 @@ def _no_transform(name: str) -> TransformError:
 
 
 def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
-    """The gradients of x, weight and bias, None where they are not wanted."""
-    # the latter is what autograd.grad(is_grads_batched=True) hands over
+    """The gradients of x, weight and bias, None where a gradient is not needed."""
+    # autograd.grad(is_grads_batched=True) passes a legacy batched tensor
     if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
         raise _no_transform("torch.vmap over gradients")
     shared = ctx.kept[4]
     if shared is not None:
         shared.close()
-    # off already, but for create_graph=True
+    # gradients are enabled here only with create_graph=True
     if not torch.is_grad_enabled():
         return _gradients(ctx, g)
     with torch.no_grad():
         grads = _gradients(ctx, g)
-    # fine as long as the gradients are not differentiated once more
+    # create_graph=True is allowed as long as the gradients are not differentiated again
     wanted = [grad for grad in grads if grad is not None]
     refused = iter(_RefuseSecondDerivative.apply(g, ctx.saved_tensors[0], *wanted))
     return [None if grad is None else next(refused) for grad in grads]
 
 
 def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
-    """Those of x, weight and bias, None where they are not wanted."""
+    """`_backward` with gradients disabled."""
     weight, valid, seed, *tensors = ctx.saved_tensors
     config, features, layout, looks, shared, left_out, beside = ctx.kept
     beside += left_out
@@ -465,7 +465,7 @@ def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
     if need_input:
         assert weight is not None
         lowered = weight.to(g.dtype)
-        # As autograd does for nn.Linear: the transposed product may sum in another order.
+        # bit-equal to autograd's product for nn.Linear: the transposed product may sum in another order
         if ctx.is_column_major:
             grad_input = torch.mm(lowered.t(), rows_of_g.t()).t()
         else:
@@ -476,7 +476,7 @@ def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
 
 
 def _weight_gradient(kept: _Kept, g: Tensor, need_bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Of all rows: those left out, those beside the sketch, and the rest; and the sum of g, in nn.Linear's order."""
+    """The weight gradient, from left-out, kept and sketched rows, and the sum of g in the order of nn.Linear."""
     layout, key, features = kept.layout, kept.config.graph_key, kept.features
     if kept.valid is None and not layout.kept:
         wanted = None if kept.left_out else dtype
@@ -494,9 +494,9 @@ def _weight_gradient(kept: _Kept, g: Tensor, need_bias: bool, dtype: torch.dtype
 
 
 def _with_rows_left_out(grad_weight: Tensor, g: Tensor, number: Tensor, row: Tensor, times: Tensor) -> Tensor:
-    """Add the part of the rows left out, for which one of them stands: zero, if they carry no gradient."""
+    """Add the estimate of the left-out rows' part from one such row: zero if no left-out row carries a gradient."""
     g_row = g.index_select(0, number)
-    # A NaN in a row without a gradient is not looked at.
+    # If the row carries no gradient, a NaN in x must not reach the product.
     row = torch.where(g_row.any(), row, 0).to(grad_weight.dtype)
     return grad_weight.addmm_((g_row.to(grad_weight.dtype) * times).t(), row)
 
@@ -515,6 +515,6 @@ class _RefuseSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise DoubleBackwardError(
-            "a sketched linear layer has no second derivative: its input was not kept as it was. For gradient penalties"
+            "a sketched linear layer has no second derivative: it keeps a sketch of its input. For gradient penalties"
             " and Hessian products use model.eval(), ratio=1.0 with storage=None, or revert_linears(model)"
         )

@@ -1,7 +1,7 @@
-"""The layers that `convert_linears` makes, `RMMLinear` and `RMMConv1D`, and the classes of those that they are made of.
+"""`RMMLinear` and `RMMConv1D`, the layers that `convert_linears` makes, and the exact classes that it converts.
 
-The `Conv1D` of transformers is a linear layer whose weight is held as (in, out). `RMMConv1D` is made at its first use,
-from the class that transformers has: the library itself does without that package.
+The `Conv1D` of transformers is a linear layer whose weight has shape (in, out). `RMMConv1D` is defined at its first
+use, since the library does not require transformers.
 """
 
 import sys
@@ -29,7 +29,7 @@ class SketchedLayer(nn.Module):
     """
 
     rmm_config: RMMConfig
-    # nn.Module does not declare them: every class of converted layers has them, as parameters
+    # nn.Module does not declare these parameters; every converted class has them
     weight: Tensor
     bias: Tensor | None
     _rows_check: RowsCheck | None = None
@@ -42,7 +42,7 @@ class SketchedLayer(nn.Module):
                 " revert_linears(model), or a Tracer whose is_leaf_module is true for sketched layers"
             )
         if not isinstance(input, Tensor):
-            # which says what it thinks of it
+            # F.linear raises torch's own error
             return F.linear(input, weight, self.bias)
         config = self.rmm_config
         x = input if rows is None else rows
@@ -50,11 +50,11 @@ class SketchedLayer(nn.Module):
         if torch.compiler.is_compiling():
             return linear(x, weight, self.bias, config=config, valid_rows=valid)
         if valid is not None and self._rows_check is None:
-            # not in __init__, which a converted layer has not gone through
+            # not in __init__, which conversion does not call
             self._rows_check = RowsCheck()
         shared = None
         if config.share_sketch:
-            # weakly: a group lives as long as its input
+            # a weak reference: the key must not keep the mask alive as long as the input
             key = config, None if valid is None else weakref.ref(valid)
             shared = current_groups.find(input, self, key, compute_dtype(input))
         return linear(
@@ -82,7 +82,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
     Parameters, state_dict and output are those of `nn.Linear`, so are all gradients but the weight's, which is an
     unbiased estimate (see `rmm_linear.functional`). Layers that are called with the same tensor keep one sketch of it
-    (see `rmm_linear.sharing`). In eval mode it computes as an `nn.Linear` does.
+    (see `rmm_linear.sharing`). In eval mode the layer computes as an `nn.Linear` does.
 
     Examples:
         >>> import torch
@@ -111,7 +111,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
         self.rmm_config = config_for(None, config)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply the layer; in training mode it raises what `rmm_linear.functional.linear` does, or `TracingError`."""
+        """Apply the layer; in training mode raises the errors of `rmm_linear.functional.linear`, or `TracingError`."""
         if not self.training:
             return F.linear(input, self.weight, self.bias)
         return self._sketched(input, self.weight)
@@ -130,8 +130,8 @@ def _make_conv1d() -> type[SketchedLayer]:
     class RMMConv1D(SketchedLayer, Conv1D):
         """A `Conv1D` of transformers that keeps a sketch of its input for the weight gradient, in training mode.
 
-        Parameters, state_dict and output are those of `Conv1D`: weight (in, out), bias (out,). Otherwise it is to
-        `Conv1D` what `RMMLinear` is to `nn.Linear`.
+        Parameters, state_dict and output are those of `Conv1D`: weight (in, out), bias (out,). Gradients, sharing and
+        eval mode are those of `RMMLinear`.
         """
 
         weight: nn.Parameter
@@ -143,17 +143,17 @@ def _make_conv1d() -> type[SketchedLayer]:
             self.rmm_config = config_for(None, config)
 
         def forward(self, x: Tensor) -> Tensor:
-            """Apply the layer; in training mode it raises what `RMMLinear.forward` does."""
+            """Apply the layer; in training mode raises the errors of `RMMLinear.forward`."""
             if not self.training:
                 return super().forward(x)
-            # Conv1D flattens to a matrix; F.linear would take another path for tensors that it can't flatten
+            # Conv1D flattens x to a matrix; F.linear takes another path for an x that has no flat view
             rows = x if not isinstance(x, Tensor) or x.dim() == 2 else x.contiguous()
             return self._sketched(x, self.weight.t(), rows)
 
         def __repr__(self) -> str:
             return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe_config()})"
 
-    # where pickle looks for it
+    # pickle finds the class by this name
     RMMConv1D.__qualname__ = "RMMConv1D"
     return RMMConv1D
 
@@ -164,31 +164,31 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "RMMConv1D":
-        # from here on it is an attribute like any other
+        # later look-ups find the attribute without this function
         return globals().setdefault(name, _make_conv1d())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def convertible_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes of exact layers that have a sketched one."""
-    # as long as nobody has imported it no model holds one
+    """Return the exact classes that have a sketched counterpart."""
+    # until transformers is imported, no model can hold a Conv1D
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return (nn.Linear,) if conv1d is None else (nn.Linear, conv1d)
 
 
 def sketched_class(exact: type[nn.Module]) -> type[SketchedLayer]:
-    """Return what layers of a class become, which is one of `convertible_classes()`."""
-    # the attribute, and not the name: `__getattr__` makes the class at its first use
+    """Return the sketched class for an exact class of `convertible_classes()`."""
+    # through the module, so that `__getattr__` defines RMMConv1D at its first use
     return RMMLinear if exact is nn.Linear else sys.modules[__name__].RMMConv1D
 
 
 def is_linear_layer(module: nn.Module) -> bool:
-    """Tell whether a module is an `nn.Linear`, a `Conv1D` of transformers, or of a class that inherits from them."""
+    """Tell whether a module is an `nn.Linear`, a `Conv1D` of transformers, or an instance of a subclass of either."""
     return isinstance(module, convertible_classes())
 
 
 def features(layer: nn.Module) -> tuple[int, int]:
-    """Return the size of the input and of the output of a linear layer."""
+    """Return the numbers of input and output features of a linear layer."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     values: Any = layer
@@ -196,5 +196,5 @@ def features(layer: nn.Module) -> tuple[int, int]:
 
 
 def layer_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a linear layer is called with, by place or by name; None where there is nothing."""
+    """Return the input that a linear layer was called with, by position or keyword; None if there is none."""
     return args[0] if args else kwargs.get("input", kwargs.get("x"))
