@@ -1,6 +1,6 @@
 """Adapted layers of PEFT: a base layer, and adapters that are called with its input, or with a copy in another dtype.
 
-Hooks on them tell `sharing.py` which tensor they are given, so that the copies of one tensor are known as such.
+Hooks on adapted layers tell `sharing.py` their input tensor, so that it recognises the copies.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the adapters of an adapted layer: what its dictionaries of modules hold, one adapter a name."""
+    """Yield the adapters of an adapted layer: the modules in its `ModuleDict`s, one per adapter name."""
     for child in module.children():
         if isinstance(child, nn.ModuleDict):
             yield from child.values()
@@ -37,7 +37,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def watch_adapted_layers(model: nn.Module) -> None:
-    """Put hooks on the adapted layers whose adapters are sketched, and take them off others."""
+    """Hook the adapted layers whose adapters are sketched, and unhook other adapted layers."""
     for module in model.modules():
         is_wanted = is_adapted(module) and any(isinstance(adapter, SketchedLayer) for adapter in adapters_of(module))
         is_watched = _enter in module._forward_pre_hooks.values()

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Parse and format numbers of bytes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,11 +12,11 @@ class Unit(NamedTuple):
     size_bytes: int
 
     def of(self, size_bytes: float) -> str:
-        """Show a size without its unit, as in a table whose heading names it."""
+        """Format a size without its unit, for a table whose heading names the unit."""
         return f"{size_bytes / self.size_bytes:.2f}"
 
 
-# What people write.
+# The units of sizes in options.
 UNITS: Mapping[str, int] = MappingProxyType(
     {
         "": 1,
@@ -26,7 +26,7 @@ UNITS: Mapping[str, int] = MappingProxyType(
     }
 )
 _KIB, _MIB, _GIB, _TIB = (Unit(name, UNITS[name]) for name in ("KiB", "MiB", "GiB", "TiB"))
-# A size stays in the smaller unit up to five digits before the point: few models change it between two runs.
+# A size stays in the smaller unit up to five digits before the point, so that the unit seldom changes between runs.
 _MOST = 10_000
 
 
@@ -39,7 +39,7 @@ def unit_for(largest_bytes: float) -> Unit:
 
 
 def readable(size_bytes: int) -> str:
-    """Show a size with its unit: bytes below a KiB, KiB below a MiB, and so on.
+    """Format a size with its unit: bytes below a KiB, KiB below a MiB, and so on.
 
     Examples:
         >>> readable(300), readable(20_388), readable(5 * 2**20), readable(3 * 2**40)

@@ -1,4 +1,4 @@
-"""RMMConfig: everything that decides how a layer sketches its input, in one frozen, validated object."""
+"""RMMConfig: all settings of a layer's sketch, in one frozen, validated object."""
 
 import json
 import uuid
@@ -16,22 +16,22 @@ _LAST_TOKEN = (1 << 31) - 1
 _ROW_NUMBER_BYTES = 4
 _RECIPES: dict[str, dict[str, Any]] = {
     "default": {},
-    # No pass for the mean: the fastest, at somewhat more variance.
+    # Without the pass over x that computes the mean: the fastest, at somewhat more variance.
     "fast": {"center": False},
     # Bershatsky et al. 2022: a dense Gaussian for every layer, heads and poolers included.
     "paper": {"sketch": "gaussian", "center": False, "min_rows": 1},
 }
-# Begins the keys whose configurations depend on more than this library's code and their own text.
+# Prefix of the keys of configurations that depend on more than this library's code and their own text.
 _THIS_PROCESS = uuid.uuid4().hex
-# Instances of subclasses by their keys: `RMMConfig.from_dict` makes instances of the base class.
+# Instances of subclasses by key, since `RMMConfig.from_dict` makes instances of the base class.
 _OTHERS: dict[str, "RMMConfig"] = {}
 
 
 @dataclass(frozen=True)
 class RMMConfig:
-    """How a linear layer keeps its input for the backward pass.
+    """The settings by which a linear layer keeps its input for the backward pass.
 
-    Immutable, hashable, and checked once, when it is made. `to_dict` and `from_dict` round-trip.
+    A configuration is immutable, hashable, and validated when it is made. `to_dict` and `from_dict` round-trip.
 
     Examples:
         >>> from rmm_linear import RMMConfig
@@ -44,23 +44,23 @@ class RMMConfig:
         sketch: Name of the sketch; `rmm_linear.sketches.available_sketches()` lists them.
         center: Keep the column mean of the input exactly and sketch the rest: less variance for 4 bytes a feature, and
             a reading of the input and one of the gradient for their means.
-        min_rows: Inputs of fewer rows (poolers, classification heads) are kept as they are: there is little to save
-            and much noise to add.
-        storage: Round the sketch to "int8", "int4" or "int2" at random, without bias, or None to hold
-            it in the input's dtype. At ratio 1 the input itself is held so, without a sketch.
+        min_rows: Inputs of fewer rows (poolers, classification heads) are kept exactly: a sketch would save little and
+            add much noise.
+        storage: Round the sketch to "int8", "int4" or "int2" stochastically, without bias, or None to hold the sketch
+            in the input's dtype. At ratio 1 the input itself is rounded, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
-            `ratio` and `min_rows` refer to the others then (`rmm_linear.padding`).
+            `ratio` and `min_rows` refer to the other rows then (`rmm_linear.padding`).
         keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models
-            that read the first token, (-1,) for the last, since these rows have much of the gradient. They come on top
-            of `ratio`, in the input's dtype. Positions count the tokens that are not padding where `skip_padding`
-            leaves padding out, and all tokens otherwise, also in checkpointed blocks and under torch.compile: with
-            padding on the right, (-1,) is a padding row there. Sequences run along the last dimension but one; inputs
-            of two dimensions have none.
+            that read the first token, (-1,) for the last, since these rows have much of the gradient. These rows are
+            kept in addition to `ratio`, in the input's dtype. Positions count the tokens that are not padding where
+            `skip_padding` leaves padding out, and all tokens otherwise, also in checkpointed blocks and under
+            torch.compile: with padding on the right, (-1,) is a padding row there. Sequences run along the last
+            dimension but one; inputs of two dimensions have no sequences.
         share_sketch: Keep one sketch for all layers that are called with the same tensor in a forward pass (query, key
-            and value) and are configured alike (`rmm_linear.sharing`).
+            and value) and have equal configurations (`rmm_linear.sharing`).
         sketch_object: The sketch that the configuration describes, storage and centering included.
-        graph_key: The text by which operators know the configuration (`config_of`): the code, and the knobs as JSON;
-            of no other process where the code is more than this library's.
+        graph_key: The text from which operators find the configuration (`config_of`): the code, and the knobs as JSON;
+            valid in this process only if the configuration uses code beside this library's.
     """
 
     ratio: float = 0.5
@@ -104,11 +104,11 @@ class RMMConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a layer so configured is an `nn.Linear` in effect: ratio 1, and nothing rounded."""
+        """Whether a layer with this configuration computes as `nn.Linear`: ratio 1, without a storage."""
         return self.ratio == 1 and self.storage is None
 
     def sketches(self, rows: int, kept: int = 0) -> bool:
-        """Tell whether an input of so many rows, `kept` of them because of `keep_tokens`, is sketched.
+        """Tell whether an input of this many rows, of which `keep_tokens` keeps `kept`, is sketched.
 
         False at ratio 1 without a storage, below `min_rows`, and where no rows are left to sketch.
         """
@@ -117,10 +117,10 @@ class RMMConfig:
     def saved_bytes(
         self, rows: int, features: int, dtype: torch.dtype, valid_rows: int | None = None, sequences: int = 0
     ) -> int:
-        """Return what a layer keeps of an input for its weight gradient, in bytes.
+        """Return the bytes that a layer keeps of an input for its weight gradient.
 
-        With rows left out, one of them is kept as it is, and its number. The numbers of the others are kept once for
-        all layers of a model that keep the same tokens, and are not counted here.
+        With rows left out, one such row is kept exactly, with its number. The numbers of the valid rows are kept once
+        for all layers of a model with the same `keep_tokens`, and are not counted here.
 
         Args:
             rows: Rows of the flattened input.
@@ -139,7 +139,7 @@ class RMMConfig:
         return beside + self.sketch_object.saved_bytes(sketched - kept, features, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # anew, of the knobs that it has: one that was pickled before there were others
+        # through __init__, since an older pickle may lack newer knobs
         self.__init__(**{name: state[name] for name in _knobs(self) if name in state})  # type: ignore[misc]
 
     def replace(self, **changes: Any) -> "RMMConfig":
@@ -147,13 +147,13 @@ class RMMConfig:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the knobs by name, ready for JSON: a dictionary that `from_dict` takes back."""
+        """Return the knobs by name, as JSON values: a dictionary for `from_dict`."""
         values = {name: getattr(self, name) for name in _knobs(self)}
         return values | {"keep_tokens": list(self.keep_tokens)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RMMConfig":
-        """Make a configuration of `to_dict`'s output; knobs that are missing take their defaults."""
+        """Make a configuration from the output of `to_dict`; missing knobs take their defaults."""
         return cls(**values)
 
     @classmethod
@@ -172,7 +172,7 @@ class RMMConfig:
 
 @lru_cache(maxsize=4096)
 def config_of(key: str) -> RMMConfig:
-    """Return the configuration whose `graph_key` this is."""
+    """Return the configuration with this `graph_key`."""
     return _OTHERS.get(key) or RMMConfig.from_dict(json.loads(key.partition(" ")[2]))
 
 

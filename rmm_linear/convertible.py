@@ -1,4 +1,4 @@
-"""Why a layer is left exact: which linear layers can't be sketched, and what stands in the place of one and is none."""
+"""Reasons why a linear layer cannot be sketched, and why a module that multiplies by weights is no linear layer."""
 
 import sys
 from typing import Any
@@ -23,22 +23,22 @@ _KNOWN = (nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
-    """Say why a linear layer cannot be converted; None if it can be (or is already).
+    """Return the reason why a linear layer cannot be converted; None if it can be (or is already).
 
-    The model that it is a part of tells sharded weights from tensor-parallel ones.
+    The layer's model is needed to tell sharded from tensor-parallel weights.
     """
     kind = type(module)
     if not is_linear_layer(module):
         return _wrong_class(module)
     if isinstance(module, SketchedLayer):
-        # Converted already, whatever was done to it since: it can be re-configured.
+        # A converted layer can always be re-configured, even if it was changed since.
         return _TENSOR_PARALLEL if _is_tensor_parallel(module, model) else None
     if parametrize.is_parametrized(module):
         return f"its {', '.join(module.parametrizations)} is parametrized"  # type: ignore[arg-type]
     if isinstance(module, nn.LazyLinear):
         return "its shape is not known yet (LazyLinear); run a batch through the model first"
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return "nn.MultiheadAttention reads its weight and never calls it (nor is its in_proj_weight a layer)"
+        return "nn.MultiheadAttention reads its weight without calling it (and its in_proj_weight is no layer)"
     if kind not in convertible_classes() and not is_sharded_class(kind):
         return _wrong_class(module)
     weight = module._parameters.get("weight")
@@ -48,29 +48,29 @@ def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:
             " FSDP's flat parameter (use_orig_params=False; convert before wrapping)"
         )
     if has_foreign_forward(module):
-        return "its forward is replaced on the instance (accelerate's hooks do that), so that a class's is never called"
+        return "its forward is replaced on the instance (as by accelerate's hooks), so that its class's is never called"
     if weight.dtype not in _DTYPES:
         return f"its weight has dtype {weight.dtype}"
     if hasattr(weight, "_forward_counter"):
-        return "Opacus takes a gradient for each sample of it (GradSampleModule), and a sketch has none"
+        return "Opacus needs a gradient for each sample (GradSampleModule), which a sketch cannot give"
     if _is_tensor_parallel(module, model):
         return _TENSOR_PARALLEL
     return _BESIDE_TENSOR_PARALLEL if model is not None and _has_tensor_parallel_layers(model) else None
 
 
 def why_no_layer(module: nn.Module) -> str | None:
-    """Say of a module that a user might expect to be converted why it is none of the linear layers; None of others.
+    """Return why a module that a user might expect to be converted is no linear layer; None for other modules.
 
-    They are: linear layers of other classes (quantized ones, and fused ones of other libraries), by their
+    Such modules are: linear layers of other classes (quantized layers, and fused layers of other libraries), by their
     `in_features` and `out_features`; routers and the like, by a matrix that is called `weight`; and modules that
-    multiply by parameters of three dimensions, as mixtures of experts and some attentions do. (Layers whose class
-    inherits from `nn.Linear` are linear layers, of which `why_not` says what there is to say.)
+    multiply by parameters of three dimensions, as mixtures of experts and some attentions do. (`why_not` handles
+    subclasses of `nn.Linear`.)
     """
     if is_linear_layer(module) or isinstance(module, _KNOWN) or type(module).__module__.startswith("torch.nn"):
         return None
     own = dict(module.named_parameters(recurse=False))
     is_sized = all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
-    # wrappers have neither
+    # wrappers (PEFT's, for example) have neither own parameters nor own buffers
     holds_weight = bool(own) or any(True for _ in module.buffers(recurse=False))
     if is_sized and holds_weight and not any(is_linear_layer(inner) for inner in module.modules()):
         return _wrong_class(module)
@@ -79,27 +79,27 @@ def why_no_layer(module: nn.Module) -> str | None:
         experts = f" of {own[deep[0]].shape[0]} experts" if "expert" in type(module).__name__.lower() else ""
         return (
             f"{type(module).__name__} holds {' and '.join(deep)}{experts} as parameters of {own[deep[0]].dim()}"
-            " dimensions, not as nn.Linear; what they are multiplied with is kept as it is"
+            " dimensions, not as nn.Linear; its input is kept exactly"
         )
     weight = own.get("weight")
     return _wrong_class(module) if weight is not None and weight.dim() == _MATRIX and min(weight.shape) > 1 else None
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
-    """Tell whether an instance has a forward that is not just its class's."""
+    """Tell whether the forward of an instance is not its class's."""
     forward = vars(module).get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def is_sharded_class(kind: type) -> bool:
-    """Tell whether FSDP2 made this class of a layer's: (FSDPModule, nn.Linear), say."""
+    """Tell whether FSDP2 derived this class from a layer's class, such as (FSDPModule, nn.Linear)."""
     if len(kind.__bases__) != 2 or not issubclass(kind.__bases__[0], _fsdp_module()):
         return False
     return kind.__bases__[1] in convertible_classes() or issubclass(kind.__bases__[1], SketchedLayer)
 
 
 def _fsdp_module() -> Any:
-    """Return FSDP2's class, or () as long as nobody has imported it: then no module is one."""
+    """Return FSDP2's class, or () if it is not imported, so that no module can be an instance."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
@@ -111,16 +111,16 @@ def _is_tensor_parallel(module: nn.Module, model: nn.Module | None) -> bool:
     """Tell whether the weight is a DTensor that stays distributed while the layer runs."""
     if getattr(module.weight, "placements", None) is None:
         return False
-    # FSDP2 gathers the weights of its modules before they run
+    # FSDP2 gathers the weights of its modules before their forward
     inside = module if model is None else model
     outer = (each for each in inside.modules() if isinstance(each, _fsdp_module()))
     gathers = any(inner is module for each in outer for inner in each.modules())
-    # A second mesh dimension that shards is not FSDP2's own.
+    # FSDP2 shards one mesh dimension: a second sharded dimension is tensor-parallel.
     return not gathers or _sharded_dimensions(module.weight) > 1
 
 
 def _has_tensor_parallel_layers(model: nn.Module) -> bool:
-    """Tell whether any parameter stays distributed while the model runs: its ranks are not data-parallel ones then."""
+    """Tell whether any parameter stays distributed while the model runs, so that its ranks are not data-parallel."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     outer = (module for module in model.modules() if isinstance(module, _fsdp_module()))

@@ -1,14 +1,14 @@
-"""Names of modules, and tables, as users read them; and the output head, which conversions leave exact by default."""
+"""Names of modules and tables for messages; and the output head, which conversions leave exact by default."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-# Names that wrappers put in front of, or between, the names of the model they wrap.
+# Segments that wrappers insert into the module names of the wrapped model.
 _WRAPPER_SEGMENTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _LEADING_WRAPPER_SEGMENTS = (*_WRAPPER_SEGMENTS, "module")
-# How many names an error or a warning lists before it says how many more there are.
+# The most names that an error or a warning lists.
 _LISTED = 12
 # Direct children of a model that hold its output head, by the names that model libraries give them.
 HEAD_NAMES = (
@@ -18,7 +18,7 @@ HEAD_NAMES = (
 
 
 def strip_wrappers(name: str) -> str:
-    """Return a module's name without what torch.compile, DDP, FSDP and checkpoint wrappers add to it."""
+    """Return a module's name without the segments of torch.compile, DDP, FSDP and checkpoint wrappers."""
     segments = name.split(".")
     while segments and segments[0] in _LEADING_WRAPPER_SEGMENTS:
         segments.pop(0)
@@ -26,18 +26,18 @@ def strip_wrappers(name: str) -> str:
 
 
 def pattern(name: str) -> str:
-    """Return a module's name with its numbers left open, "encoder.layer.*.output": layers of a stack are alike."""
+    """Return a module's name with "*" for its numbers, as in "encoder.layer.*.output"."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or "(the model)"
 
 
 def listed(items: list[str]) -> str:
-    """Join items for an error or a warning, which names a dozen at most, and says how many more there are."""
+    """Join items for an error or a warning: a dozen at most, and the number of the rest."""
     more = len(items) - _LISTED
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def aligned(table: Sequence[tuple[str, ...]], *, numbers: tuple[int, ...] = (), has_rule: bool = True) -> list[str]:
-    """Lay a table out, one text a row: columns of `numbers` are flush right, and a rule follows the first row."""
+    """Return a table as one string a row: columns of `numbers` are flush right, and a rule follows the first row."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in [table[0], tuple("-" * width for width in widths), *table[1:]] if has_rule else table:
@@ -55,7 +55,7 @@ def in_output_head(model: nn.Module) -> set[nn.Module]:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that make a model's output: by the model's own word, or by their usual names."""
+    """Yield the modules of the output head: named by the model's own methods, or by their usual names."""
     for name, module in model.named_modules():
         is_model = hasattr(module, "get_output_embeddings") or hasattr(module, "get_classifier")
         if is_model:

@@ -1,11 +1,11 @@
-"""WTA-CRS as its authors use it: rows are drawn by the norms that their gradients had in the epoch before.
+"""WTA-CRS as published: rows are drawn by the norms that their gradients had in the previous epoch.
 
 The best probabilities of a row-sampling sketch are proportional to ||x_i|| ||g_i|| (Liu et al. 2023, "Winner-Take-All
 Column Row Sampling", arXiv 2305.15265, section 3), and g is not known when x is sketched. Its norms are remembered,
 for each layer, sample of the dataset and position in the sequence, from the last time that the sample was trained on
-(their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is
-unbiased whatever it holds (`rmm_linear.sketches.row_sampling.sampling_norms`). In the first epoch no norm is known,
-and rows are drawn by ||x_i||, as without a cache. docs/noise.md has a training loop with one.
+(their algorithm 1), in bfloat16 in the host's memory. A cache changes the variance alone: the estimate is unbiased for
+any contents (`rmm_linear.sketches.row_sampling.sampling_norms`). In the first epoch no norm is known, and rows are
+drawn by ||x_i||, as without a cache. docs/noise.md has a training loop with a cache.
 """
 
 import threading
@@ -20,19 +20,19 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.padding import in_checkpoint
 from rmm_linear.sketches.row_sampling import ColumnRowSampling
 
-# Stands in a table for a norm that has not been seen.
+# The value of a table for a norm that has not been observed.
 _UNKNOWN = -1.0
 
 
 class RowNorms:
-    """The norms of the gradient's rows in one call of a layer, or of layers that share a sketch: before, and now."""
+    """The norms of the gradient's rows, remembered and new, in one call of a layer or of layers that share a sketch."""
 
     def __init__(self, batch: "_Batch", name: str, positions: int) -> None:
         self._batch, self._name, self._positions = batch, name, positions
         self._now: Tensor | None = None
 
     def known(self, device: torch.device) -> Tensor | None:
-        """Return the norms that are remembered, shape (rows,), negative where none is; None if there is no table."""
+        """Return the remembered norms, shape (rows,), negative where a norm is unknown; None if there is no table."""
         self._batch.is_used = True
         table = self._batch.cache.tables.get(self._name)
         if table is None:
@@ -41,25 +41,25 @@ class RowNorms:
         return norms.flatten().to(device, non_blocking=True)
 
     def look(self, g: Tensor, _: Tensor | None) -> None:
-        """Take the gradient (rows, out) of the layer, or of one of the layers, in the backward pass."""
+        """Record the norms of a gradient (rows, out) of the layer, or of one of the layers, in the backward pass."""
         norms = torch.linalg.vector_norm(g, dim=1, dtype=torch.float32)
         if self._now is None:
             self._batch.cache.seen.append(self)
         self._now = norms if self._now is None else torch.hypot(self._now, norms)
 
     def write(self, tables: dict[str, Tensor], samples: int) -> None:
-        """Write the norms of now into a table."""
+        """Write the new norms into the layer's table."""
         assert self._now is not None
         table = tables.get(self._name, torch.empty((samples, 0), dtype=torch.bfloat16))
         tables[self._name] = table = _widened(table, self._positions)
         old = table[self._batch.samples, : self._positions]
         new = self._now.view(-1, self._positions).to(table.device, table.dtype)
-        # a step that overflows is skipped, and tells nothing
+        # a GradScaler skips a step that overflows: its norms are not remembered
         table[self._batch.samples, : self._positions] = torch.where(new.isfinite(), new, old)
 
 
 class _Batch:
-    """The samples that a forward pass runs on, and the batch that was announced around it."""
+    """The samples of a forward pass, and the enclosing announced batch."""
 
     def __init__(self, cache: "NormCache", samples: Tensor, outer: "_Batch | None") -> None:
         self.cache, self.samples, self.outer, self.is_used = cache, samples, outer, False
@@ -82,17 +82,16 @@ def current_norms(layer: nn.Module, x: Tensor) -> RowNorms | None:
 class NormCache:
     """Remembers the norms of gradients' rows for layers whose sketch is "wta_crs" or "crs".
 
-    Each call of a layer within `samples` draws rows by the norms that are known of its samples, and the backward pass
-    remembers the new ones. Layers that share a sketch (query, key and value) draw by the root of the sum of their
-    squared norms, which the first of them holds. A layer that runs several times in a step remembers the call whose
-    backward pass comes last. A gradient that is not finite leaves a norm as it was. The tables grow with the longest
+    Each call of a layer within `samples` draws rows by the known norms of its samples, and the backward pass remembers
+    the new norms. Layers that share a sketch (query, key and value) draw by the root of the sum of their squared norms,
+    which is stored for the first layer. For a layer that runs several times in a step, the call whose backward pass
+    comes last is remembered. A gradient that is not finite leaves a norm unchanged. The tables grow with the longest
     batch, and need 2 bytes of the host's memory for each position, sample and layer. Padding on the left moves
-    positions, and so makes the norms less true. Each process remembers the samples that it has trained on itself: of n
-    processes that shuffle anew in each epoch, each knows an n-th of its samples in the second one.
+    positions, and so makes the norms less accurate. Each process remembers the samples that it has trained on itself:
+    of n processes that shuffle anew in each epoch, each knows an n-th of its samples in the second epoch.
 
-    Rows are drawn by the input alone, and nothing is remembered, in checkpointed blocks, under `torch.compile`, and for
-    inputs whose first dimension is not the batch. `VarianceMonitor` does not know of a cache: its closed forms are of
-    ||x_i|| alone.
+    Rows are drawn by the input alone, and no norm is remembered, in checkpointed blocks, under `torch.compile`, and for
+    inputs whose first dimension is not the batch. `VarianceMonitor` ignores a cache: it uses ||x_i|| alone.
 
     Args:
         model: A model with converted layers.
@@ -100,7 +99,7 @@ class NormCache:
 
     Attributes:
         names: The layers that may draw by remembered norms, and their names.
-        tables: Norms by the name of the layer, shape (samples, positions); negative where none is remembered.
+        tables: Norms by the name of the layer, shape (samples, positions); negative where a norm is unknown.
 
     Raises:
         ValueError: If `samples` is no positive int, or no layer of the model draws rows by their norms.
@@ -118,20 +117,20 @@ class NormCache:
             )
         self._model = model
         self.tables: dict[str, Tensor] = {}
-        # norms of backward passes that are not in the tables yet
+        # norms of backward passes that are not yet written into the tables
         self.seen: list[RowNorms] = []
 
     @contextmanager
     def samples(self, samples: Tensor | Sequence[int]) -> Iterator[None]:
-        """Announce which samples of the dataset the forward pass within runs on.
+        """Announce the samples of the dataset on which the forward pass inside the context runs.
 
-        The backward pass may come later. It waits for the device, until the step before has ended.
+        The backward pass may come later. Entering waits for the device to finish the previous step.
 
         Args:
             samples: Numbers of the samples, in the batch's order, shape (batch,), integers from 0 to `samples` - 1.
 
         Raises:
-            ValueError: If they are no such numbers, or, in training mode, no layer has drawn by them.
+            ValueError: If `samples` has other values, or, in training mode, no layer has drawn rows by their norms.
         """
         numbers = self._checked(samples)
         self._settle()
@@ -144,19 +143,19 @@ class NormCache:
             raise ValueError(
                 f"no layer has drawn rows by the norms of these {numbers.shape[0]} samples: the layers' inputs need the"
                 " batch as their first dimension; checkpointed blocks, layers run by torch.compile or by a plan,"
-                " replicas of DataParallel, and layers of another model than the cache's draw by the input alone"
+                " replicas of DataParallel, and layers of a model other than the cache's draw by the input alone"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tables, for `load_state_dict`: a run that goes on with them draws the same rows as this one."""
+        """Return the tables, for `load_state_dict`: a run that resumes with these tables draws the same rows."""
         self._settle()
         return {"samples": self._size, "tables": dict(self.tables)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the tables that `state_dict` returned; without any, the cache begins anew.
+        """Load the tables that `state_dict` returned; a state without tables empties the cache.
 
         Raises:
-            ValueError: If they are of another number of samples, or of other layers.
+            ValueError: If the tables are of another number of samples, or of other layers.
         """
         tables = {name: table.clone() for name, table in state.get("tables", {}).items()}
         unknown = sorted(tables.keys() - set(self.names.values()))
@@ -188,7 +187,7 @@ class NormCache:
                 f"samples go from {int(found.min())} to {int(found.max())}, and the cache is made for {self._size};"
                 f" pass numbers from 0 to {self._size - 1}, or NormCache(model, samples=len(dataset))"
             )
-        # the caller may fill the tensor anew before the backward pass
+        # a copy: the caller may overwrite the tensor before the backward pass
         return found.to(torch.int64, copy=True)
 
 
@@ -198,6 +197,6 @@ def _samples_rows(module: nn.Module) -> bool:
 
 
 def _widened(table: Tensor, positions: int) -> Tensor:
-    """The table with room for so many positions."""
+    """The table, widened to at least this number of positions."""
     missing = positions - table.shape[1]
     return table if missing <= 0 else nn.functional.pad(table, (0, missing), value=_UNKNOWN)

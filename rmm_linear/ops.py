@@ -65,7 +65,7 @@ def ranked_higher(by: int) -> Iterator[None]:
         _added_rank.reset(token)
 
 
-# without a default: compiled code would hand that over by name, which takes longer
+# without a default: compiled code would pass the argument by keyword, which takes longer
 @_define("draw_seed(Tensor x, Tensor? token) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
     seed = torch.randint(_FROM, _TO, (), dtype=torch.int64, device=x.device)
@@ -76,8 +76,8 @@ def _draw_seed(x: Tensor, token: Tensor | None) -> Tensor:
     return seed + (shift - (1 << 64) if shift >= 1 << 63 else shift)
 
 
-# Since torch 2.15 compilers merge equal calls of those ops alone that they take for pure, by this. That an op is random
-# and must not run twice, the partitioner reads from the tag.
+# Since torch 2.15 compilers merge equal calls of an op only if this declares it pure. The partitioner reads from the
+# tag that the op is random and must not run twice.
 torch.ops.rmm_linear.draw_seed.default._nondeterministic_seeded = False
 
 
@@ -93,12 +93,11 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
     `nondeterministic_seeded`: the AOT partitioner must save the seed, never draw it anew in the backward pass. The
     process's rank is mixed in, so that data-parallel ranks that were seeded alike still draw different sketches.
 
-    AOTAutograd treats the op as it treats any other. It merges equal calls: layers that are compiled together and draw
-    for the same tensor draw once, equal calls of the sketching op are merged then as well, and they keep one sketch.
-    And it moves nodes that the output does not need into the backward pass, if their arguments are there: a draw and
-    its sketch move together if the sketch is made of this `x`. If `x` were another tensor that is kept, the draw would
-    move alone, and the sketch would have another seed. In eager mode only the device of `x` matters. `alone` makes this
-    draw unlike any other.
+    AOTAutograd merges equal calls: layers of one graph that draw for the same tensor draw once, equal calls of the
+    sketching op are merged then as well, and the layers keep one sketch. AOTAutograd also moves nodes that the output
+    does not need into the backward pass, if their arguments are saved: a draw and its sketch move together if the
+    sketch is made of this `x`. If `x` were another saved tensor, the draw would move alone, and the sketch would have
+    another seed. In eager mode only the device of `x` matters. `alone` keeps this draw from being merged.
     """
     # calls of torch.empty are not merged
     return _draw_seed(x, torch.empty((), device=x.device) if alone else None)
@@ -108,8 +107,8 @@ def draw_seed(x: Tensor, *, alone: bool = False) -> Tensor:
 def unbind_copy(x: Tensor) -> list[Tensor]:
     """Return copies of the rows of a matrix, (columns,) each.
 
-    Inductor removes `aten.clone` of a row and writes the row's offset into each kernel that reads it, so that it would
-    compile a kernel for each layer. It does not look into this op.
+    Inductor removes `aten.clone` of a row and writes the row's offset into each kernel that reads the row, so that it
+    would compile one kernel for each layer. This op is opaque to Inductor.
     """
     rows = [x.new_empty(x.shape[1]) for _ in range(x.shape[0])]
     torch.split_with_sizes_copy(x.flatten(), [x.shape[1]] * x.shape[0], out=rows)
@@ -153,10 +152,10 @@ def grad_weight(
     need_bias: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the estimate of g^T x, (out, in), and the column sum of g, (out,), or (0,) if it is not wanted.
+    """Return the estimate of g^T x, (out, in), and the column sum of g, (out,), or (0,) without `need_bias`.
 
-    g (rows, out) is the gradient at the rows that `compress` had. Without a dtype, the estimate is float32 (float64 for
-    float64). The tensor of rows `beside` a sketch is x itself, and the product exact.
+    g (rows, out) is the gradient at the rows that `compress` was given. Without a dtype, the estimate is float32
+    (float64 for float64). With `beside`, the tensor is x itself at the rows beside a sketch, and the product exact.
     """
     if beside:
         return backend.estimate(g, tensors[0], backend.product_dtype(g)), g.new_empty(0)
@@ -182,7 +181,7 @@ def _(
 
 @register_flop_formula(torch.ops.rmm_linear.compress)
 def _(x: tuple[int, int], seed: object, config: str, *args: Any, **kwargs: Any) -> int:
-    """Two a multiply-add, of products alone, as of torch's own operators."""
+    """Count 2 FLOPs a multiply-add, for matrix products alone, as torch does for its own operators."""
     return 2 * x[1] * config_of(config).sketch_object.multiply_adds(x[0])
 
 

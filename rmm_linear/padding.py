@@ -2,38 +2,36 @@
 
 Batches are padded to a common length, and the rows of x at padded positions get no gradient: the attention mask keeps
 every other token from reading them, and the loss does not read them either. Where g is zero, leaving the row of x out
-is exact, and a ratio of the rows that remain costs fewer bytes and less variance: a sketch of x spends its rows on
-padding as on words.
+is exact, and a sketch of the remaining rows at the same ratio has fewer bytes and less variance.
 
 A model does not hand its mask to its linear layers, so it is announced to them while the forward pass runs:
 
 - `convert_linears` with `RMMConfig(skip_padding=True)` hooks the modules that take an `attention_mask` argument;
 - `valid_rows(mask)` is the same by hand, for models that take none.
 
-A layer uses the mask if the leading dimensions of its input are the mask's. Where that can't be known, rows are kept:
+A layer uses the mask if the leading dimensions of its input are the mask's. All rows are kept:
 
 - outside the innermost model that is given the mask (a vision tower beside a text model is not under the text's mask),
-  and in models that take a second sequence, or an image, without a model of its own for it;
+  and in models that take a second sequence, or an image, without a separate submodel;
 - for other shapes: a mask of four dimensions, cached keys, pooled or flattened inputs;
 - in checkpointed blocks, whose second forward runs where no mask is announced: a sketch there saves only a transient;
-- in a decoder whose own mask is not given. Its cross-attention's keys and values use the encoder's mask, by the tensor
-  that they read.
+- in a decoder whose own mask is not given. Its cross-attention's keys and values use the encoder's mask: the layers
+  recognise the encoder's output.
 
-That g is zero at the rows left out is the model's doing, and some models break it: a convolution over the sequence, a
-mean over all positions, labels at padded positions, left padding where the first position is read. So:
+Some models do have a gradient at the rows left out: through a convolution over the sequence, a mean over all positions,
+labels at padded positions, or left padding where the first position is read. So:
 
-- Each layer looks at its backward passes until one has shown that all is well (`RowsCheck`). A gradient on a row left
-  out raises `PaddingGradientError` until then. `valid_rows(mask, check=True)` has all passes checked.
-- The estimate is unbiased, whatever g is. Of the n rows left out, one is drawn by the sketch's seed and kept as it is:
-  n times its g_i x_i^T has their part of g^T x as its mean, and is zero if none of them carries any. Noise is the price
-  if one does, as it may later (a gate that starts at zero): n times the sum of their ||g_i||^2 ||x_i||^2.
+- Each layer checks its backward passes until one pass had gradients on kept rows alone (`RowsCheck`). A gradient on a
+  row left out raises `PaddingGradientError` until then. `valid_rows(mask, check=True)` has all passes checked.
+- The estimate is unbiased for any g. Of the n rows left out, one is drawn by the sketch's seed and kept exactly: n
+  times its g_i x_i^T has the n rows' part of g^T x as its mean, and is zero if no such row carries a gradient. If a row
+  does, as may happen later (a gate that starts at zero), this adds a variance of n times the sum of the n rows'
+  ||g_i||^2 ||x_i||^2.
 
-What rows left out hold is not looked at where they carry no gradient: a NaN there does not show in the weight's, as it
-would in an exact layer's.
+A NaN of x in a row without a gradient does not reach the weight gradient, unlike in an exact layer.
 
-Under `torch.compile` shapes are static: the rows are set to zero instead of left out. The variance falls (not quite as
-far: centering takes the mean over all rows), the bytes do not. No pass is checked there; the estimate is unbiased as
-well.
+Under `torch.compile` shapes are static: the rows are set to zero instead of left out. The variance falls (by less,
+since centering takes the mean over all rows), the bytes do not. No pass is checked; the estimate is unbiased as well.
 """
 
 import inspect
@@ -52,22 +50,22 @@ from rmm_linear.rows import kept_first
 
 _MASK_ARGUMENT = "attention_mask"
 _MEMORY_ARGUMENTS = ("encoder_hidden_states", "encoder_attention_mask")
-# Models whose layers see (length, batch, features): a square batch would be taken for its transpose.
+# Models whose layers get (length, batch, features): the mask of a square batch would be applied transposed.
 TIME_FIRST = ("xlnet", "fsmt")
-# Arguments of models that hold rows of something else than the masked sequence: of its shape by chance, maybe.
+# Arguments whose rows are not those of the masked sequence, though their shape may equal its shape by chance.
 _OTHER_SEQUENCES = (
     "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "visual_feats", "visual_embeds",
     "pixel_values", "image", "images", "inputs", "input_features", "input_values",
 )  # fmt: skip
 _MASK_DIMENSIONS = 2
-# Looks at a gradient, shape (rows, out), given the numbers of the rows that were kept; None for all.
+# Called with a gradient, shape (rows, out), and the numbers of the rows that were kept, or None for all.
 Look = Callable[[Tensor, Any], None]
 
 
 class ValidRows:
-    """Which rows of an input are kept: those where a mask is not zero. Arguments and errors are those of `valid_rows`.
+    """The rows of an input that are kept: the non-zero elements of a mask. Arguments and errors are as in `valid_rows`.
 
-    The number of valid rows, if it is not given, is found once a mask, and waits for the device.
+    If the number of valid rows is not given, it is counted once per mask, with a device synchronisation.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
@@ -82,17 +80,17 @@ class ValidRows:
         self.mask = mask
         self.check = check
         self._count = count
-        # numbers of the valid rows, of the others, and how many these are
+        # numbers of the valid rows, numbers of the other rows, and the count of the latter
         self._found: dict[torch.device, tuple[Tensor, ...]] = {}
         self._ordered: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
-        """Tell whether the mask speaks of the rows of `x`, shape (..., features)."""
+        """Tell whether the mask has one element for each row of `x`, shape (..., features)."""
         return x.shape[:-1] == self.mask.shape
 
     @property
     def count(self) -> int:
-        """Number of valid rows. Waits for the device, the first time and if it was not given."""
+        """Number of valid rows. Synchronises the device at the first call, unless the number was given."""
         if self._count is None:
             self._find(self.mask.device)
         assert self._count is not None
@@ -104,7 +102,7 @@ class ValidRows:
         Rows of `keep_tokens` come first; layers on one device share one tensor.
 
         Raises:
-            ValueError: If no row is valid, or another number than the one given.
+            ValueError: If no row is valid, or their number is not the given `count`.
         """
         index = self._find(device)[0]
         if self._count == self.mask.numel():
@@ -118,9 +116,9 @@ class ValidRows:
         return self._ordered[key]
 
     def one_left_out(self, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one of the rows that `index_on` leaves out, by a seed on that device. Does not wait for the device.
+        """Draw one of the rows that `index_on` leaves out, by a seed on that device, without a synchronisation.
 
-        Return its number, each as likely, shape (1,), and how many rows they are, 0-d; both int32.
+        Returns the row's number, uniformly drawn, shape (1,), and the number of rows left out, 0-d; both int32.
         """
         _, rows, times = self._found[seed.device]
         return rows.index_select(0, seed.remainder(rows.shape[0]).reshape(1)), times
@@ -135,12 +133,12 @@ class ValidRows:
         mask = self.mask.detach().flatten()
         valid = mask != 0
         if self._count is None:
-            # both numbers at once: the host waits for them
+            # both numbers in one copy, for one device synchronisation
             negative, self._count = torch.stack(((mask < 0).sum(), valid.sum())).tolist()
             if negative:
                 raise ValueError(
-                    f"the mask of shape {tuple(self.mask.shape)} has negative values, as masks have that are added to"
-                    " attention scores; pass one that is non-zero where a row is valid"
+                    f"the mask of shape {tuple(self.mask.shape)} has negative values, as additive attention masks have;"
+                    " pass a mask that is non-zero where a row is valid"
                 )
             if self._count == 0:
                 raise ValueError(
@@ -155,19 +153,19 @@ class ValidRows:
                 raise ValueError(
                     f"count={self._count}, but the mask marks {int(valid.sum())} rows valid; pass the mask's number"
                 )
-        # in order, and without a device sync
+        # in ascending order, without a device synchronisation
         order = torch.argsort((~valid).to(torch.uint8), stable=True)
-        # copies: a part of one tensor would keep all of it alive
+        # copies: a slice would keep the whole tensor alive
         valid_rows, left_out = order[: self._count].int(), order[self._count :].int()
         return valid_rows, left_out, torch.full((), left_out.shape[0], dtype=torch.int32, device=order.device)
 
 
 def drawn_row(mask: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `ValidRows.one_left_out` does for compilers, by shapes alone; both results are int64.
+    """`ValidRows.one_left_out` for compilers, with static shapes; both results are int64.
 
-    Where all rows are valid, the number is that of any.
+    If all rows are valid, the number is that of an arbitrary row.
     """
-    # how many there are up to each row
+    # rows left out up to and including each row
     found = (mask.flatten() == 0).cumsum(0)
     times = found[-1]
     place = seed.remainder(times.clamp(min=1))
@@ -179,11 +177,11 @@ class _Scope:
     """The announcement that holds while one module's forward runs."""
 
     rows: ValidRows | None
-    # the encoder's output, which a decoder's cross-attention reads, and its rows
+    # the encoder's output, which a decoder's cross-attention reads, and the rows of that output
     memory: Tensor | None = None
     of_memory: ValidRows | None = None
     owner: nn.Module | None = None
-    # shapes of inputs that asked, and whether any fitted
+    # shapes of the inputs that were looked up, and whether any fitted
     asked: list[tuple[int, ...]] = field(default_factory=list)
     fitted: bool = False
 
@@ -193,7 +191,7 @@ class _Scope:
             if _is_same(x, self.memory):
                 rows = self.of_memory
             elif torch.compiler.is_compiling() and x.shape[:-1] == self.memory.shape[:-1]:
-                # whether it was made of the memory can't be known
+                # unknown whether x was computed from the encoder's output: all rows are kept
                 rows = None
         found = rows if rows is not None and rows.fits(x) else None
         if not torch.compiler.is_compiling():
@@ -203,7 +201,7 @@ class _Scope:
 
 
 def _is_same(x: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are one, or (wrappers such as FSDP hand on views) show the same memory."""
+    """Tell whether two tensors are one object, or equal views of one memory, as wrappers such as FSDP pass them on."""
     if x is other:
         return True
     if torch.compiler.is_compiling() or x.shape != other.shape or x.dtype != other.dtype or x.numel() == 0:
@@ -222,7 +220,7 @@ _announced = _Announced()
 
 
 def current_valid_rows(x: Tensor) -> ValidRows | None:
-    """Return the announced valid rows of an input (..., in), or None where nothing is known: all rows are kept then."""
+    """Return the announced valid rows of an input (..., in), or None if no mask applies: all rows are kept then."""
     if not torch.compiler.is_compiling() and in_checkpoint():
         return None
     return _announced.scopes[-1].rows_of(x) if _announced.scopes else None
@@ -231,12 +229,12 @@ def current_valid_rows(x: Tensor) -> ValidRows | None:
 class valid_rows:  # noqa: N801 - a context manager, used as a function
     """Announce which rows are valid, for layers with `RMMConfig(skip_padding=True)` that run inside.
 
-    For models that take no `attention_mask`, and for collators that know the number of valid rows: finding it waits for
-    the device once a step. A model's own hook takes the count over if it is given the same mask.
+    Of use for models that take no `attention_mask`, and for collators that know the number of valid rows: counting the
+    rows synchronises the device once a step. A model's own hook takes `count` over if it is given the same mask.
 
     Warning:
         The rows left out must carry no gradient: the loss may not depend on them. Otherwise the weight gradients are
-        noisy, though not biased. Each layer checks its backward passes until one has shown no such gradient;
+        noisy, though not biased. Each layer checks its backward passes until one pass had no such gradient;
         `check=True` checks all.
 
     Examples:
@@ -250,51 +248,51 @@ class valid_rows:  # noqa: N801 - a context manager, used as a function
 
     Args:
         mask: Shape of the inputs without their last dimension; non-zero where a row is valid.
-        count: How many rows are valid, if that is known.
+        count: The number of valid rows, if known.
         check: Whether all backward passes check that rows left out carry no gradient.
 
     Raises:
-        ValueError: If the mask is no tensor, has negative values, marks no row valid, has another number than `count`,
+        ValueError: If the mask is no tensor, has negative values, marks no row valid, does not mark `count` rows valid,
             or fits the input of none of the layers that ran inside.
     """
 
     def __init__(self, mask: Tensor, *, count: int | None = None, check: bool = False) -> None:
         self._make = partial(ValidRows, mask, count=count, check=check)
-        # to be refused where it is written
+        # a bad mask is refused here, not at the first layer
         self._make()
         self._entered: list[_Scope] = []
 
     def __enter__(self) -> None:
-        # anew each time: the mask's memory may have been filled again
+        # new ValidRows at each entry: the mask may have been overwritten in place
         scope = _Scope(self._make())
         self._entered.append(scope)
         _announced.scopes.append(scope)
 
     def __exit__(self, kind: object, *error: object) -> None:
         scope = self._entered.pop()
-        # a forward that was broken off may have left scopes above it
+        # an interrupted forward may have left inner scopes
         del _announced.scopes[_announced.scopes.index(scope) :]
         if kind is None and scope.asked and not scope.fitted:
             assert scope.rows is not None
             shapes = ", ".join(str(shape) for shape in dict.fromkeys(scope.asked))
             raise ValueError(
                 f"the mask of shape {tuple(scope.rows.mask.shape)} fits none of the layers' inputs, which have the"
-                f" shapes {shapes}; pass one of their shape without the last dimension"
+                f" shapes {shapes}; pass a mask of such a shape without the last dimension"
             )
 
 
 class RowsCheck:
-    """Satisfied once rows were left out, the others had a finite gradient, and these had none."""
+    """Satisfied after a backward pass with a finite gradient on the kept rows and none on the rows left out."""
 
     is_satisfied = False
 
     def see(self, g: Tensor, index: Tensor) -> None:
-        """Look at one gradient (rows, out), of which the rows of `index` were kept. Waits for the device.
+        """Check one gradient (rows, out), of which the rows of `index` were kept. Synchronises the device.
 
-        Values that are not finite pass: after an overflow they are everywhere, and a `GradScaler` skips the step.
+        Values that are not finite pass: an overflow spreads to all rows, and a `GradScaler` skips the step.
 
         Raises:
-            PaddingGradientError: If another row is finite and not zero.
+            PaddingGradientError: If a row outside `index` is finite and not zero.
         """
         carries = ((g != 0) & g.isfinite()).any(1)
         wrong = carries.index_fill(0, index.long(), False)
@@ -318,7 +316,7 @@ class MaskHook:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Announce; a forward pre-hook."""
-        # A forward that was broken off by something else than an exception (a notebook's stop) has left its scope.
+        # A forward that was interrupted without its after-hook (a notebook's stop button) has left its scope.
         for place, scope in enumerate(_announced.scopes):
             if scope.owner is module:
                 del _announced.scopes[place:]
@@ -326,15 +324,15 @@ class MaskHook:
         memory, of_memory = (self._argument(name, args, kwargs) for name in _MEMORY_ARGUMENTS)
         mask = self._argument(_MASK_ARGUMENT, args, kwargs)
         if mask is None and memory is None and _announced.scopes:
-            # an announcement around the model holds in it as well
+            # an announcement around the model applies inside as well
             rows = _announced.scopes[-1].rows
         else:
             rows = self._rows(module, mask)
         _announced.scopes.append(_Scope(rows, memory=memory, of_memory=self._rows(module, of_memory), owner=module))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Take it back; a forward hook that is always called."""
-        # always called: `before` may have raised
+        """End the announcement; a forward hook with always_call=True."""
+        # `before` may have raised
         if _announced.scopes and _announced.scopes[-1].owner is module:
             scope = _announced.scopes.pop()
             outer = _announced.scopes[-1] if _announced.scopes else None
@@ -356,29 +354,29 @@ class MaskHook:
                 self._has_warned = True
                 warnings.warn(
                     f"skip_padding=True, but {type(module).__name__} was given a mask of shape {tuple(mask.shape)},"
-                    " which does not say which rows are padding: all are kept; pass one of shape (batch, length)",
+                    " which does not mark rows as padding: all are kept; pass a mask of shape (batch, length)",
                     UserWarning,
                     stacklevel=2,
                 )
             return None
         for scope in reversed(_announced.scopes):
-            # the same mask, whose number of rows may be known
+            # the same mask: reuse its ValidRows, whose count may be known
             if scope.rows is not None and scope.rows.mask is mask:
                 return scope.rows
         return ValidRows(mask)
 
 
 def needed_check(rows: ValidRows, check: RowsCheck | None) -> Look | None:
-    """Return the check of the next backward pass, if the rows ask for one or the layer has not seen enough yet."""
+    """Return the check of the next backward pass, if the rows ask for one or the layer's check is not satisfied yet."""
     if rows.check:
         return (check or RowsCheck()).see
     return None if check is None or check.is_satisfied else check.see
 
 
 def install_hooks(model: nn.Module) -> int:
-    """Have the modules of a model that are given an attention mask announce it, unless they do already."""
+    """Hook the modules of a model that take an attention mask, unless already hooked; return the number of modules."""
     modules = list(_modules_with_mask(model))
-    # of a part of the model that was converted on its own, say
+    # there may be older hooks, of a submodule that was converted before
     remove_hooks(module for module in model.modules() if module not in modules)
     for module in modules:
         if not any(map(_is_mask_hook, module._forward_pre_hooks.values())):
@@ -389,13 +387,13 @@ def install_hooks(model: nn.Module) -> int:
 
 
 def remove_hooks(modules: Iterable[nn.Module]) -> None:
-    """Take off what `install_hooks` put on."""
+    """Remove the hooks of `install_hooks`."""
     for module in modules:
         take_off_hooks(module, _is_mask_hook)
 
 
 def take_off_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
-    """Take forward hooks and forward pre-hooks off a module: found by their type, since copies have no handles."""
+    """Remove forward hooks and pre-hooks of a module by type, since copies of a model have no hook handles."""
     tables: list[tuple[Any, ...]] = [
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
@@ -411,10 +409,10 @@ def _is_mask_hook(hook: object) -> bool:
 
 
 def _modules_with_mask(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules under whose mask all of their layers are.
+    """Yield the modules whose attention mask applies to all of their layers.
 
-    Of models in the sense of transformers the innermost: one that hands its mask on has other towers too. Of other
-    modules the outermost: their layers take the mask as well.
+    Of nested models of transformers, only the innermost: an outer model that passes its mask on may have other towers.
+    Of other nested modules, only the outermost.
     """
     takers = {name: module for name, module in model.named_modules() if _MASK_ARGUMENT in _parameters_of(module)}
     models = {
@@ -443,6 +441,6 @@ def _parameters_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether a checkpoint decides what is saved here: it has put its hooks in front of all others."""
+    """Tell whether the innermost saved-tensor hooks are a checkpoint's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -16,7 +16,7 @@ from rmm_linear.errors import PagingError
 class HostPager:
     """Keeps the tensors of an accelerator in the host's memory, pinned where that can be done.
 
-    Copies are in the order of the device's stream: nothing waits for them, and nothing overlaps them.
+    Copies are enqueued on the device's current stream: the host does not wait, and no kernel overlaps them.
     """
 
     def put(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -30,21 +30,21 @@ class HostPager:
         return [on_host.to(device, non_blocking=True) for on_host, device in kept]
 
     def close(self) -> None:
-        """Nothing is left: the tensors are the caller's."""
+        """Do nothing: the caller owns the tensors."""
 
 
 class FilePager:
-    """Keeps tensors in a file without a name, which is gone with the process.
+    """Keeps tensors in an unnamed file, which the system deletes with the process.
 
     Raises:
-        PagingError: If no file can be made there; of `put` and `take`, if the disk is full, or the file has lost its
+        PagingError: If the folder takes no file; in `put` and `take`, if the disk is full, or the file has lost its
             contents.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._end = folder, 0
         with self._told("takes no file"):
-            # without a buffer: what is written is written, or told at once
+            # unbuffered, so that a full disk raises in the write itself
             self._file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
 
@@ -89,13 +89,13 @@ class FilePager:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a tensor, in the layout that `torch.empty_like` gives it."""
+    """Return the bytes of a tensor in the layout that `torch.empty_like` gives."""
     is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     own = tensor if is_dense else torch.empty_like(tensor).copy_(tensor)
     return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
 
-# `put` copies tensors out and returns a handle, with which `take` brings them back to the devices on which they were.
+# `put` copies tensors out and returns a handle; `take` copies the tensors of a handle back to their devices.
 Pager = HostPager | FilePager
 
 
@@ -103,10 +103,10 @@ def pager_for(page_to: str | Path | None, device: torch.device) -> Pager:
     """Return a pager to "host", or to a folder, for tensors on a device.
 
     Raises:
-        ValueError: If the host's memory is asked for of tensors that are in it, or there is no such folder.
+        ValueError: If `page_to` is None, "host" for tensors that are in the host's memory already, or no folder.
     """
     if page_to is None:
-        raise ValueError('tensors are paged, and page_to=None says not where to: pass "host", or a folder')
+        raise ValueError('tensors are paged, but page_to=None names no destination: pass "host", or a folder')
     if page_to == "host":
         if device.type == "cpu":
             raise ValueError('page_to="host": the tensors are in the host\'s memory already; pass a folder')

@@ -1,15 +1,15 @@
-"""Does the operation that made a tensor keep it for its own backward pass? Then a layer keeps it too, exact and free.
+"""Tell whether the operation that made a tensor saves it for its own backward pass: a layer then keeps the tensor too.
 
-ReLU, tanh and softmax have their gradient from their own output, and so does a fused attention. A sketch of such an
-output frees nothing, since the output stays, and comes on top. So a layer whose input is one of these keeps the input
-itself, as nn.Linear does: no memory, no noise, nothing to compute.
+ReLU, tanh, softmax and fused attentions compute their gradient from their output, which they save. A sketch of such an
+output frees no bytes and adds its own. So a layer whose input is such an output keeps the input itself, as nn.Linear
+does: without more memory, noise or computation.
 
 `grad_fn` is that operation, in eager mode and while AOTAutograd traces. Reading a node's saved tensor would run the
-hooks of checkpoints and of offloading; the packed object, which they have put in its place, is read here.
+hooks of checkpoints and of offloading; this module reads the packed object that the hooks stored.
 
-A compiler chooses its saved tensors by itself. Where an output is needed it keeps that, and forms a sketch of it in the
-backward pass, if it is given one: the same bytes, more noise, more work. Of ReLU's output it keeps a byte an element,
-and there a sketch does pay.
+A compiler chooses its saved tensors by itself. If the backward pass needs an output, the compiler saves the output and
+forms the sketch, if there is one, in the backward pass: with the same bytes, more noise and more work. Of ReLU's output
+it saves one byte an element, so that a sketch does pay.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The operations that keep their first output, by their autograd nodes, and what these call it.
+# Autograd nodes of the operations that save their first output -> the node's name for the output.
 KEEPS_OUTPUT = {
     "ReluBackward0": "result",
-    # in place: their input is gone
+    # the in-place leaky_relu_, whose input is overwritten
     "LeakyReluBackward1": "result",
-    # ELU, CELU and SELU
+    # the in-place elu_, celu_ and selu_
     "EluBackward1": "result",
     "CeluBackward1": "result",
     "ExpBackward0": "result",
@@ -38,7 +38,7 @@ KEEPS_OUTPUT = {
     "MkldnnRnnLayerBackward0": "result0",
     "CudnnRnnBackward0": "result0",
 }
-# Of these, those whose output a compiled graph does not need.
+# Nodes of KEEPS_OUTPUT whose output a compiled graph does not save.
 _NOT_IN_GRAPHS = frozenset({"ReluBackward0", "LeakyReluBackward1"})
 # Operations whose output lies in the memory of their input.
 _VIEWS = frozenset(
@@ -49,10 +49,10 @@ _VIEWS = frozenset(
 
 
 def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) -> bool:
-    """Tell whether a linear layer that computes in `dtype` can keep its input without a byte more than is kept anyway.
+    """Tell whether a linear layer that computes in `dtype` can keep its input without further bytes.
 
-    True if the operation that made x keeps it, and the layer multiplies by the very memory, and not by a copy.
-    `in_graph` tells that a compiler is tracing.
+    True if the operation that made x saves x, and the layer multiplies by x itself, not by a copy. `in_graph` is True
+    while a compiler traces.
     """
     if x.dtype != dtype:
         return False
@@ -61,7 +61,7 @@ def is_free_to_keep(x: Tensor, dtype: torch.dtype, *, in_graph: bool = False) ->
 
 
 def flattens_in_place(x: Tensor) -> bool:
-    """Tell whether F.linear can view a tensor as (rows, features); it makes a copy otherwise, and keeps that."""
+    """Tell whether F.linear can view a tensor as (rows, features); otherwise F.linear copies, and saves the copy."""
     if x.dim() <= 2 or x.is_contiguous():
         return True
     try:
@@ -73,11 +73,11 @@ def flattens_in_place(x: Tensor) -> bool:
 
 
 def keeping_producer(x: Tensor) -> str | None:
-    """Return the autograd node, by name, that made a tensor (or its base) and keeps it; None if none is known to.
+    """Return the name of the autograd node that made a tensor (or its base) and saves it; None if there is none.
 
-    Within a checkpoint that both are a part of, nothing is kept, and all of it is there in the second forward pass: the
-    answer is the same in both. Where hooks on saved tensors have put something else in the tensor's place (a checkpoint
-    that has ended, a copy on the CPU) there is none.
+    If the node and the layer lie in one checkpoint, its first forward pass saves no tensors and its second all: the
+    answer is the same in both. If saved-tensor hooks have stored another object (of a checkpoint that has ended, or a
+    copy on the CPU), the answer is None.
     """
     node: Any = x.grad_fn
     place = x.output_nr
@@ -88,7 +88,7 @@ def keeping_producer(x: Tensor) -> str | None:
         return None
     saved = getattr(node, f"_raw_saved_{output}")
     if saved.unpack_hook is None:
-        # None: a backward pass has freed it
+        # None if a backward pass has freed the tensor
         is_kept = saved.data is not None
     else:
         is_kept = _is_held(saved.data, x) or _is_of_this_checkpoint(saved)
@@ -96,9 +96,9 @@ def keeping_producer(x: Tensor) -> str | None:
 
 
 def _is_held(packed: object, x: Tensor) -> bool:
-    """Tell whether hooks on saved tensors have passed the tensor on, alone or in a tuple."""
+    """Tell whether saved-tensor hooks have packed the tensor itself, alone or in a tuple."""
     parts = packed if isinstance(packed, tuple) else (packed,)
-    # others may have made it sparse, which lies in no one place
+    # other hooks may have packed a sparse tensor, which has several storages
     dense = [part for part in parts if isinstance(part, Tensor) and part.layout == torch.strided]
     place = x.untyped_storage()._cdata
     return any(part.untyped_storage()._cdata == place for part in dense)

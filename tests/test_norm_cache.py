@@ -295,7 +295,7 @@ def test_models_and_states_that_do_not_fit_are_refused():
     for model in (nn.Linear(4, 4), make_layer(CONFIG.replace(center=True)), make_layer(CONFIG.replace(storage="int8"))):
         with pytest.raises(ValueError, match="no layer of the model draws rows by their norms"):
             NormCache(model, 4)
-    with pytest.raises(ValueError, match=r"40 rows have gradient norms of shape \(3,\); pass one a row"):
+    with pytest.raises(ValueError, match=r"40 rows have gradient norms of shape \(3,\); pass one norm a row"):
         WTACRS(ratio=0.2).compress(inputs()[0], torch.tensor(1), gradient_norms=torch.ones(3))
     state = {"samples": 4, "tables": {"other": torch.zeros(4, 1)}}
     with pytest.raises(ValueError, match="no layer here is called other"):

@@ -48,7 +48,7 @@ def test_a_row_tells_how_a_layer_is_sketched_and_what_a_row_keeps():
         ("left", "exact: not targeted, or excluded"),
         (
             "attention.out_proj",
-            "exact: nn.MultiheadAttention reads its weight and never calls it (nor is its in_proj_weight a layer)",
+            "exact: nn.MultiheadAttention reads its weight without calling it (and its in_proj_weight is no layer)",
         ),
         ("classifier", "exact: output head"),
     ],

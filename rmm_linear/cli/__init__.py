@@ -15,8 +15,7 @@ _COMMANDS = {"profile": profile, "plan": plan, "fit": fit, "doctor": doctor}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, with the process's arguments if None, and return the exit status.
 
-    It is 0, 1 if the command found what it looks for to be wrong, or 2 with one line on stderr if the user has
-    something to put right.
+    The status is 0, 1 if the command found an error that it checks for, or 2 with one line on stderr for bad input.
     """
     parser = argparse.ArgumentParser(
         prog="rmm-linear",
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore warnings of other packages, and show this library's as notes; `python -W ...` brings all of them back."""
+    """Ignore warnings of other packages, and show this library's as notes; `python -W ...` shows all warnings."""
     if sys.warnoptions:
         yield
         return

@@ -1,4 +1,4 @@
-"""`rmm-linear doctor`: versions, GPU, and each kernel against its reference: what will run on this machine."""
+"""`rmm-linear doctor`: versions, GPU, and a comparison of each kernel that runs here with its reference."""
 
 import argparse
 import importlib.metadata
@@ -19,11 +19,11 @@ from rmm_linear.backend import ENVIRONMENT, chosen, kernel_status, use_kernels
 
 HELP = "show whether Triton kernels or plain torch run on this machine, whether both agree, and their times"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Largest difference from plain torch, relative to the largest value, that rounding explains: two steps of the dtype.
+# Largest difference from plain torch by rounding, relative to the largest value: two steps of the dtype.
 _TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-9, "float32": 1e-4}
 _WIDTH = 120
 _Call = Callable[[], tuple[Tensor, ...]]
-# rows, features: large enough for a GPU's time to be more than its launches
+# rows, features: large enough for a GPU's time to exceed the launch times
 _ON_GPU = (8192, 1024)
 _ON_CPU = (512, 96)
 _BLOCK, _KEPT = 64, 16
@@ -120,7 +120,7 @@ def _screen(facts: dict[str, Any], dtype: str, checks: list[dict[str, Any]]) -> 
         lines.append(f"{check['name']:28}{check['runs']:>8}{time:>10}{check['torch_milliseconds']:>10.3f}{error:>12}")
     for reason in dict.fromkeys(check["reason"] for check in checks if check["reason"] is not None):
         names = [check["name"] for check in checks if check["reason"] == reason]
-        # compilers say a page: --json has it
+        # a compiler's message may take a page, which only --json prints
         line = f"no kernel for {'any' if len(names) == len(checks) else ', '.join(names)}: {' '.join(reason.split())}"
         lines.append(line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "...")
     return lines
@@ -150,7 +150,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, _Call]:
 
 
 def _checked(name: str, call: _Call, reason: str | None) -> dict[str, Any]:
-    """Compare a kernel with its reference; where it raises, models run the reference."""
+    """Compare a kernel with its reference; if the kernel raises, models run the reference."""
     check: dict[str, Any] = {"name": name, "runs": "torch", "reason": reason, "failed": False}
     check |= {"error": None, "milliseconds": None}
     with use_kernels("torch"):
@@ -161,7 +161,7 @@ def _checked(name: str, call: _Call, reason: str | None) -> dict[str, Any]:
             with use_kernels("triton"):
                 found = call()
                 milliseconds = _milliseconds(call)
-        except Exception as raised:  # any kind of error answers the user's question
+        except Exception as raised:  # an error of any class is a result to report
             return check | {"reason": f"{type(raised).__name__}: {raised}", "failed": True}
         # largest difference, relative to the reference's largest value
         error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
@@ -172,7 +172,7 @@ def _checked(name: str, call: _Call, reason: str | None) -> dict[str, Any]:
 def _difference(found: Tensor, expected: Tensor) -> float:
     largest = float(expected.double().abs().amax())
     difference = float((found.double() - expected.double()).abs().amax())
-    # NaN compares as small
+    # a comparison with NaN is False, which would count as a small difference
     return math.inf if math.isnan(difference) else difference / max(largest, torch.finfo(torch.float64).tiny)
 
 

@@ -1,4 +1,4 @@
-"""`rmm-linear fit MODEL --budget 8GiB`: how a model would fit into a byte budget, and what each way would take."""
+"""`rmm-linear fit MODEL --budget 8GiB`: the ways in which a model fits into a byte budget, with peaks and times."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from rmm_linear.planning.budget import Budget
 
 HELP = "show how a model would train within a byte budget: exact, with codes, with sketches; peak and predicted time"
 LARGEST = "max"
-# Sequences of the batch by which the largest one is estimated.
+# Sequences of the small batch from which the search for the largest batch starts.
 _FEW = 4
 _NOTE = """\
 The noise of codes and sketches depends on weights and data, and is not measured here: the fastest way is taken.
@@ -48,12 +48,12 @@ def _number_or_max(text: str) -> int | str:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command with these options; an error says what to put right."""
+    """Run the command with these options; return its text and its exit status."""
     check_model_options(options)
     noise, budget = checked_noise(options.noise), Budget.of(options.budget)
     if options.batch == LARGEST and budget.is_relative:
         raise ValueError(
-            f"--batch {LARGEST} --budget {options.budget}: a percentage grows with the batch, so that it limits none;"
+            f"--batch {LARGEST} --budget {options.budget}: a percentage grows with the batch, so that every batch fits;"
             " pass a budget in bytes, such as 8GiB"
         )
     with hf_models() as models:
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _largest_batch(
     model: nn.Module, batch_of: Callable[[int], Mapping[str, Tensor]], budget_bytes: int, noise: float
 ) -> int:
-    """The largest batch that was found to have a plan within a budget, to 3 %; 1 if there is none."""
+    """The largest batch, to 3 %, for which a plan within the budget was found; 1 if there is none."""
 
     def peak_bytes(size: int, **options: Any) -> int:
         step = PlannedStep(model._call_impl, model, Options(**options))
@@ -92,7 +92,7 @@ def _largest_batch(
         finally:
             step.forget()
 
-    # where codes take less of a small batch, they do of a large one
+    # the options with the lower peak for a small batch have it for a large batch too
     ways: list[dict[str, Any]] = [{"bits": 4}, {}] if noise else [{}]
     few_bytes, way = min(((peak_bytes(_FEW, **each), each) for each in ways), key=itemgetter(0))
     size, most, too_many = max(1, _FEW * budget_bytes // few_bytes), 0, None
@@ -102,7 +102,7 @@ def _largest_batch(
         if sys.stderr.isatty():
             print(f"batch {size}: {'fits' if fits else 'does not fit'}", file=sys.stderr)
         most, too_many = (size, too_many) if fits else (most, size)
-        # plans that compute nothing again grow with the batch, up to the budget
+        # a plan without recomputation grows in proportion to the batch, up to the budget
         size = (
             max(size * budget_bytes // found_bytes, size + (size + 1) // 2)
             if too_many is None
@@ -123,7 +123,7 @@ def _content(found: Fit) -> dict[str, Any]:
                 "name": way.name,
                 "options": dict(way.options),
                 "fits": way.plan is not None,
-                # of a way that does not fit, the least that was found
+                # for a way that does not fit, the least peak that was found
                 "peak_bytes": way.least_bytes,
                 "time": way.time if math.isfinite(way.time) else None,
             }

@@ -1,7 +1,7 @@
-"""On no device torch runs attention op by op. This estimates what a GPU's fused kernels keep instead.
+"""Estimate the tensors that a GPU's fused attention kernels keep, since torch runs attention op by op on meta tensors.
 
-Their ops have shapes, and a backward pass, on the meta device as well. They keep query, key and value, the result, a
-log-sum-exp a row in float32, and a mask as floats.
+The fused ops have shapes, and a backward pass, on the meta device as well. They keep query, key and value, the result,
+one log-sum-exp a row in float32, and a mask as floats.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class fused_attention(TorchFunctionMode):  # noqa: N801 - a context manager
-    """Within it, `scaled_dot_product_attention` of tensors on the meta device is a fused op."""
+    """Within the context, `scaled_dot_product_attention` of tensors on the meta device is a fused op."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ def _fused(
         return None
     aten = torch.ops.aten
     if attn_mask is None:
-        # takes fewer heads of key and value as they are
+        # flash attention takes keys and values of fewer heads without a copy
         result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return result[0]
     if enable_gqa:

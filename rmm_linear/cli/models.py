@@ -1,4 +1,4 @@
-"""A model by name and a batch for it: options that commands share, and what they stand for."""
+"""Options by which commands name a model and the shape of its batch, and functions that make both."""
 
 import argparse
 import contextlib
@@ -18,18 +18,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def add_model_options(
     parser: argparse.ArgumentParser, *, batch: Callable[[str], int | str] = int, also: str = ""
 ) -> None:
-    """Describe the model's options, and `--json`; `batch` reads `--batch`, and `also` says what else it may be."""
+    """Add the model's options, and `--json`; `batch` parses `--batch`, and `also` ends its help text."""
     parser.add_argument("model", help="a name on the hub, or a folder or JSON file with a model's configuration")
     parser.add_argument("--batch", type=batch, default=8, help=f"sequences, or images{also} (default: 8)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: 128)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the model (default: float32)")
     parser.add_argument("--attention", help="attn_implementation of the model, such as sdpa or eager")
-    parser.add_argument("--layers", type=int, help="as if the model had so many layers (num_hidden_layers)")
+    parser.add_argument("--layers", type=int, help="number of layers in place of the model's own (num_hidden_layers)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def check_model_options(options: argparse.Namespace) -> None:
-    """Refuse a path that leads nowhere, numbers below 1, and a figure that can't be drawn: at once, without a hub."""
+    """Refuse a missing path, numbers below 1, and a figure that can't be drawn, before a request to the hub."""
     name = options.model
     is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
     if is_path and not Path(name).exists():
@@ -56,7 +56,7 @@ def _refuse_figure(path: Path) -> None:
 
 @contextlib.contextmanager
 def hf_models() -> Iterator[ModuleType]:
-    """Load what makes models, which takes seconds; meanwhile transformers and its hub tell errors alone."""
+    """Import `integrations.hf_models`, which takes seconds; transformers and the hub log only errors in the context."""
     models = importlib.import_module("rmm_linear.integrations.hf_models")
     with contextlib.ExitStack() as stack:
         for package, variable in (("transformers", "TRANSFORMERS_VERBOSITY"), ("huggingface_hub", "HF_HUB_VERBOSITY")):
@@ -68,7 +68,7 @@ def hf_models() -> Iterator[ModuleType]:
 
 
 def build_model(models: ModuleType, options: argparse.Namespace, *, device: str, caches: bool = True) -> nn.Module:
-    """Make the model that the options describe; a plan's without `caches` of keys and values."""
+    """Make the model that the options describe; without `caches`, it keeps no keys and values for generation."""
     changes: dict[str, Any] = {"attn_implementation": options.attention} if options.attention else {}
     model: nn.Module = models.build_model(
         options.model, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes
@@ -80,10 +80,10 @@ def build_model(models: ModuleType, options: argparse.Namespace, *, device: str,
 
 
 def planning_heading(options: argparse.Namespace, batch: Mapping[str, Tensor], runs: str) -> str:
-    """Say what a plan is for, and how its steps run."""
+    """Return the heading of a plan: the model, the batch, and the way its steps run."""
     return f"{options.model}, {options.dtype}, {shapes_of(batch)}; steps {runs}; weights and the batch are not counted"
 
 
 def shapes_of(batch: Mapping[str, Tensor]) -> str:
-    """Such as "input_ids (8, 128)"."""
+    """Return the names and shapes of a batch, such as "input_ids (8, 128)"."""
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.items())

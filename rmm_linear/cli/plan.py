@@ -1,4 +1,4 @@
-"""`rmm-linear plan MODEL --budget 60%`: what a byte budget costs, without running or even holding the model."""
+"""`rmm-linear plan MODEL --budget 60%`: the plan within a byte budget and its cost, on the meta device alone."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command with these options; an error says what to put right."""
+    """Run the command with these options; return its text and its exit status."""
     check_model_options(options)
     budget = Budget.of(options.budget)
     get_strategy(options.strategy)

@@ -1,4 +1,4 @@
-"""`rmm-linear profile MODEL`: what a model would keep for its backward pass: exact, converted, checkpointed."""
+"""`rmm-linear profile MODEL`: the bytes that a model keeps for its backward pass: exact, converted, checkpointed."""
 
 import argparse
 import json
@@ -28,12 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sketch", choices=available_sketches(), default=RMMConfig.sketch, help="(default: hadamard)")
     parser.add_argument("--storage", choices=STORAGES, help="round sketches to fewer bits")
     parser.add_argument(
-        "--meta", action="store_true", help="compute shapes alone: takes no memory, whatever the model's size"
+        "--meta", action="store_true", help="compute shapes alone: takes no memory for a model of any size"
     )
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """Run the command with these options; an error says what to put right."""
+    """Run the command with these options; return its text and its exit status."""
     check_model_options(options)
     try:
         ratios = [float(ratio) for ratio in options.ratio.split(",")]
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             hint = "leave --meta out, or try --attention eager" if options.meta else "try other --batch and --seq"
             raise ValueError(
                 f"the {type(model).__name__} can't be run on {where} ({reason}); {hint}, or call"
-                " rmm_linear.memory.profile(model, ...) with a batch of yours"
+                " rmm_linear.memory.profile(model, ...) with your own batch"
             ) from error
     if options.json:
         found = {
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
             "shapes alone: attention is estimated as a GPU's fused kernel, which keeps no scores (--attention eager"
             " counts them)"
         )
-    # the fused attention fell back on single operations, whose softmax has its own name
+    # the unfused attention of scaled_dot_product_attention uses this softmax
     elif any(keeper.op == "safe_softmax" for storage in report.storages for keeper in storage.keepers):
         notes.append(
             "attention is not fused here, and its scores count (torch's fused kernel for CPUs takes no dropout and no"
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def _compared(
     model: nn.Module, batch: Mapping[str, Tensor], report: MemoryReport, configs: list[RMMConfig]
 ) -> dict[str, int]:
-    """What each way to train the model would keep, in bytes: exact, sketched, checkpointed where it can be run."""
+    """The bytes that the model would keep in training: exact, sketched, and checkpointed if supported."""
     columns = {"exact": report.total_bytes}
     names = report.default_layers
     for config in configs:
@@ -99,7 +99,7 @@ def _compared(
         try:
             columns["gradient checkpointing"] = profile(model, **batch).total_bytes
         except RuntimeError:
-            # of shapes alone: transformers reads values of its masks there
+            # on the meta device this fails: transformers reads values of its masks
             if not any(parameter.is_meta for parameter in model.parameters()):
                 raise
         finally:

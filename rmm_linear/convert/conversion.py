@@ -1,8 +1,8 @@
 """Convert the linear layers of a model to sketched layers, and back.
 
-A module is converted by changing its class: it stays the same object, so optimizers, state dicts, tied weights,
-adapters and wrappers notice nothing. That is right only for a module whose class is `nn.Linear` itself (or the `Conv1D`
-of transformers) and whose forward will really be called; others are left as they are, with a reason (see `summary`).
+A module is converted by changing its class: the object stays the same, so optimizers, state dicts, tied weights,
+adapters and wrappers stay valid. This is correct only for a module whose class is `nn.Linear` itself (or the `Conv1D`
+of transformers) and whose forward is really called; other modules stay exact, with a reason (see `summary`).
 """
 
 import warnings
@@ -20,15 +20,15 @@ from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern
 from rmm_linear.padding import TIME_FIRST, install_hooks, remove_hooks
 
-# Below it, noise over gradient is about 3 and more, an element: its size is about sqrt((1 - ratio) / ratio).
+# Below this ratio, the noise of an element is at least 3 times its gradient: noise is about sqrt((1 - ratio) / ratio).
 _SMALL_RATIO = 0.1
 
-# Attribute of a layer that `convert_linears(sample=...)` has left exact: why.
+# Attribute of a layer that `convert_linears(sample=...)` has left exact; its value is the reason.
 LEFT_EXACT = "_rmm_left_exact"
 # (FSDP2's class, base, new base) -> the same class with the new base
 _SHARDED_CLASSES: dict[tuple[type, type, type], type] = {}
 
-# a layer, and the configuration that it is to have, or None for an exact one
+# a layer, and its planned configuration, or None for an exact layer
 Planned = tuple[LinearLayer, RMMConfig | None]
 
 
@@ -45,12 +45,12 @@ def convert_linears(
     """Convert the linear layers of a model to sketched layers, in place, and return the model.
 
     Modules keep their identity, parameters, hooks, state_dict keys and tied weights, so this may be called before or
-    after the optimizer is made, and before or after wrapping. Called again, it re-configures the layers that match;
-    others stay as they are. Layers that cannot be converted are left exact and named in one warning.
+    after the optimizer is made, and before or after wrapping. A second call re-configures the layers that match, and
+    leaves other layers unchanged. Layers that cannot be converted are left exact and named in one warning.
 
     Warning:
-        A ratio chosen too small makes the weight gradients noisy enough to spoil training, while the loss looks normal,
-        since the output is exact. Compare with an exact run.
+        Too small a ratio makes the weight gradients noisy enough to spoil training, while the loss looks normal, since
+        the output is exact. Compare with an exact run.
 
     Examples:
         >>> import torch
@@ -61,19 +61,19 @@ def convert_linears(
         ['RMMLinear', 'GELU', 'Linear']
 
     Args:
-        model: Any module; it may itself be an `nn.Linear`. If a configuration has `skip_padding`, the parts of it that
-            take an `attention_mask` get a hook that announces it (see `rmm_linear.padding`).
+        model: Any module, an `nn.Linear` included. If a configuration has `skip_padding`, submodules that take an
+            `attention_mask` get a hook that announces the mask (see `rmm_linear.padding`).
         ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given.
-        config: How to sketch.
+        config: The settings of the sketches.
         target_modules: The layers to convert: "all-linear" (all outside the output head), a list of full names or ends
             of names ("query" is "encoder.0.query"), or a regular expression for the whole name.
-        exclude_modules: Layers among these to leave exact, by a list or a regular expression.
+        exclude_modules: Target layers to leave exact, by a list or a regular expression.
         overrides: Full name, end of a name or regular expression -> the configuration of the targeted layers that
             match, or None for exact layers. The first match wins.
-        sample: A batch whose forward pass runs once, in training mode: layers in which a sketch frees no bytes
-            are left exact, unless one of the `overrides` names them, and `summary` says why. A mapping is passed by
-            name, a tuple or list as arguments, anything else as the only one. Run it in the autocast region, and
-            wrapped in the checkpoints, that the model trains with.
+        sample: A batch whose forward pass runs once, in training mode: layers in which a sketch frees no bytes are left
+            exact, unless one of the `overrides` names them, and `summary` states the reason. A mapping is passed as
+            keyword arguments, a tuple or list as positional arguments, any other object as the only argument. Call
+            `convert_linears` in the autocast region, and with the checkpoints, that the model trains with.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, a value is invalid, no layer matches, or no matching layer
@@ -98,12 +98,12 @@ def convert_linears(
     if not plan:
         raise ValueError("none of the layers that match can be converted; left exact: " + listed(skipped))
     useless = {} if sample is None else _useless(model, plan, sample)
-    # layers that the overrides name are converted all the same
+    # layers that `overrides` names are converted even if a sketch frees nothing
     named = {layer.name for layer in matched if selection.rule_for(layer) is not None}
     useless = {name: reason for name, reason in useless.items() if name not in named}
     if len(useless) == len(plan):
         reasons = listed([f"{name}: {reason}" for name, reason in useless.items()])
-        raise ValueError(f"a sketch frees nothing of any of the layers that match: {reasons}")
+        raise ValueError(f"a sketch frees nothing in any of the layers that match: {reasons}")
     for layer, wanted in plan:
         vars(layer.module).pop(LEFT_EXACT, None)
         if wanted is None or layer.name in useless:
@@ -138,13 +138,13 @@ def _matched(
 
 
 def _padding_message(model: nn.Module) -> str | None:
-    """Announce the mask of padding to the layers that need it, or say that there is none."""
+    """Hook the modules that take an attention mask if a layer skips padding; return a message if there is none."""
     if not any(isinstance(module, SketchedLayer) and module.rmm_config.skip_padding for module in model.modules()):
         remove_hooks(model.modules())
     elif not install_hooks(model):
         return (
-            "skip_padding=True, but no part of the model takes an attention_mask that is known to speak of all of its"
-            " rows: they are kept, unless rmm_linear.valid_rows(mask) announces which are valid"
+            "skip_padding=True, but no part of the model takes an attention_mask that is known to cover all of its"
+            " rows: all rows are kept, unless rmm_linear.valid_rows(mask) announces the valid rows"
         )
     return None
 
@@ -152,22 +152,22 @@ def _padding_message(model: nn.Module) -> str | None:
 def _advice(
     model: nn.Module, plan: list[Planned], skipped: list[str], others: list[tuple[LinearLayer, str]]
 ) -> Iterator[str]:
-    """Say what was left exact, and which sketches save nothing or do harm."""
+    """Yield messages about layers left exact, and about sketches that save nothing or do harm."""
     sketched = [(layer.module, wanted) for layer, wanted in plan if wanted and isinstance(layer.module, SketchedLayer)]
     overflowing = sum(layer.weight.dtype == torch.float16 and wanted.ratio < _SMALL_RATIO for layer, wanted in sketched)
     if overflowing:
         yield (
             f"{overflowing} sketched layers have float16 weights and a ratio below {_SMALL_RATIO}: their gradients are"
-            " estimates whose noise is several times the gradient: infinite beyond 65504, where the exact ones would"
-            " not be. Keep weights in float32 and train under torch.autocast(dtype=torch.float16) with a GradScaler,"
-            " which settles where it does for exact layers; or use bfloat16, a larger ratio, or a smaller loss"
+            " estimates whose noise is several times the gradient, so that they may exceed 65504 and become infinite"
+            " where exact gradients are finite. Keep weights in float32 and train under"
+            " torch.autocast(dtype=torch.float16) with a GradScaler; or use bfloat16, a larger ratio, or a smaller loss"
         )
     if any(wanted.keep_tokens for _, wanted in sketched) and _is_time_first(model):
         yield (
             f"keep_tokens counts along the last dimension but one, and the {type(model).__name__} holds (length, batch,"
-            " features) in some of its layers: other rows than these tokens' are kept there; leave keep_tokens out"
+            " features) in some of its layers: rows of other tokens are kept there; leave keep_tokens out"
         )
-    # frozen ones keep no input: there is nothing to miss
+    # frozen modules keep no input, so that no saving is missed
     unusual = dict.fromkeys(
         f"{pattern(other.name)}: {reason}"
         for other, reason in others
@@ -179,20 +179,20 @@ def _advice(
     if sketched and is_trained and not any(layer.weight.requires_grad for layer, _ in sketched):
         yield (
             f"none of the {len(sketched)} layers that are sketched now has a trainable weight: they keep nothing, and"
-            " there is nothing to save. With adapters, convert these (target_modules=['lora_A'], say), after they were"
-            " added"
+            " there is nothing to save. With adapters, add the adapters first and convert them, such as by"
+            " target_modules=['lora_A']"
         )
 
 
 def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str, str]:
-    """Run a sample through the model with exact layers, and say which sketches would free nothing."""
+    """Run a sample through the model with exact layers; return the layers whose sketch frees nothing, with reasons."""
     configs = {layer.name: wanted for layer, wanted in plan if wanted is not None}
     before = [(module, module.rmm_config) for module in model.modules() if isinstance(module, SketchedLayer)]
     modes = [(module, module.training) for module in model.modules()]
-    # those that are converted already keep what an exact layer keeps meanwhile
+    # make converted layers exact for the duration of the run
     for layer, _ in before:
         layer.rmm_config = RMMConfig(ratio=1.0)
-    # parts that are in eval mode in a model that trains are so on purpose
+    # submodules in eval mode in a model in training mode stay in eval mode
     if not model.training:
         model.train()
     try:
@@ -204,7 +204,7 @@ def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str,
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"the {type(model).__name__} can't be run on sample, a {type(sample).__name__} ({reason}); pass a batch as"
-            " the model is called with: a mapping of arguments, a tuple of them, or the only one"
+            " the model takes it: a mapping of keyword arguments, a tuple of arguments, or the only argument"
         ) from error
     finally:
         for module, training in modes:
@@ -241,20 +241,20 @@ def revert_linears(model: nn.Module) -> nn.Module:
 
 
 def _with_base(kind: type, old: type, new: type) -> type:
-    """Return FSDP2's dynamic class with another base: its unshard and reshard survive."""
+    """Return FSDP2's dynamic class with another base, so that its unshard and reshard methods remain."""
     key = (kind, old, new)
     if key not in _SHARDED_CLASSES:
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__", "__doc__")}
         made = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
         _SHARDED_CLASSES[key] = made
-        # the way back leads to FSDP2's own class
+        # the inverse key gives FSDP2's own class back
         _SHARDED_CLASSES[made, new, old] = kind
     return _SHARDED_CLASSES[key]
 
 
 def _to_sketched(module: nn.Module) -> None:
-    """Make a layer of which `why_not` says nothing a sketched one, which needs an `rmm_config` then."""
+    """Change the class of a convertible layer to the sketched class; the caller then sets its `rmm_config`."""
     for exact in convertible_classes():
         if isinstance(module, exact) and not isinstance(module, SketchedLayer):
             _swap(module, exact, sketched_class(exact))
@@ -268,15 +268,15 @@ def _swap(module: nn.Module, old: type, new: type) -> None:
         module.__class__ = _with_base(kind, old, new)
     else:
         return
-    # what accelerate leaves behind when it takes a hook off: the old class's own forward, bound to the instance
+    # accelerate, when it removes a hook, leaves the old class's forward bound to the instance
     vars(module).pop("forward", None)
 
 
 def _to_exact(module: nn.Module) -> None:
-    """Make a sketched layer what it was before; other modules are left as they are."""
+    """Restore the exact class of a sketched layer; other modules are left unchanged."""
     if not isinstance(module, SketchedLayer):
         return
-    # What replaced an instance's forward holds the class's own, which needs the configuration.
+    # A forward that was replaced on the instance may call the sketched class's forward, which needs `rmm_config`.
     if not has_foreign_forward(module):
         for exact in convertible_classes():
             _swap(module, sketched_class(exact), exact)
@@ -284,8 +284,8 @@ def _to_exact(module: nn.Module) -> None:
         module.rmm_config = module.rmm_config.replace(ratio=1.0, storage=None)
         warnings.warn(
             "a sketched layer that was changed after its conversion (a parametrization, or a forward on the instance,"
-            " as accelerate's hooks put there) was made exact by ratio=1.0 instead of being reverted; undo the change"
-            " first to have the layer's own class again",
+            " as accelerate's hooks set) was made exact by ratio=1.0 instead of being reverted; undo the change first"
+            " to restore the layer's exact class",
             UserWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""summary: what is sketched, how, and why the rest is not."""
+"""summary: the sketched layers, their settings, and why other layers stay exact."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ class LayerSummary:
         in_features: Size of the input's last dimension.
         out_features: Size of the output's last dimension.
         dtype: Dtype of the weight.
-        config: How it is sketched, or None for an exact layer.
+        config: The configuration of a converted layer, or None for an exact layer.
         exact_bytes_per_row: Bytes that an exact layer keeps of each row of its input.
         kept_bytes_per_row: Bytes that this layer keeps, at 4096 rows without sequences (`keep_tokens` come on top).
-        note: Why it is exact, or another remark; "" for none.
-        is_sketched: Whether it is converted, its weight trains, and its configuration is not exact.
+        note: The reason why the layer is exact, or another remark; "" for none.
+        is_sketched: Whether the layer is converted, its weight trains, and its configuration is not exact.
     """
 
     name: str
@@ -47,12 +47,12 @@ class LayerSummary:
 
 @dataclass(frozen=True, repr=False)
 class ConversionSummary:
-    """The result of `summary`: one row a linear layer, and a table of them as text.
+    """The result of `summary`: one row per linear layer, printed as a table.
 
     Attributes:
         rows: The layers, in the model's order.
         others: Name -> reason, of modules that multiply by weights of their own and are no linear layers: quantized and
-            fused layers of other libraries, and mixtures of experts. Their kept bytes are not known, and in no sum.
+            fused layers of other libraries, and mixtures of experts. The sums leave them out: their bytes are unknown.
     """
 
     rows: tuple[LayerSummary, ...]
@@ -65,12 +65,12 @@ class ConversionSummary:
 
     @property
     def exact_bytes_per_row(self) -> float:
-        """Sum over the layers of what exact ones keep of a row."""
+        """Sum over the layers of the bytes that an exact layer keeps of a row."""
         return sum(row.exact_bytes_per_row for row in self.rows)
 
     @property
     def kept_bytes_per_row(self) -> float:
-        """Sum over the layers of what these keep of a row."""
+        """Sum over the layers of the bytes that the layer keeps of a row."""
         return sum(row.kept_bytes_per_row for row in self.rows)
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class ConversionSummary:
         return "\n".join([*lines, *self._lines_of_others()])
 
     def _lines_of_others(self) -> list[str]:
-        """One line a kind: the layers of a stack are alike."""
+        """One line for each kind of module, since a stack repeats its modules."""
         kinds = Counter((pattern(name), reason) for name, reason in self.others.items())
         return [
             f"exact: {name}{f' ({count} of them)' if count > 1 else ''}: {reason}"
@@ -102,8 +102,8 @@ class ConversionSummary:
 def summary(model: nn.Module) -> ConversionSummary:
     """List linear layers, their sketches, and the bytes that each keeps of a row of its input: `print(summary(model))`.
 
-    The model does not run. The sums over layers count each layer by itself and are no saving of the model: layers that
-    share an input keep it once. `rmm_linear.memory.MeasuredSaving` measures that.
+    The model does not run. The sums over layers count each layer by itself and are not the model's saving, since layers
+    that share an input keep it once. `rmm_linear.memory.MeasuredSaving` measures the model's saving.
 
     Raises:
         ValueError: If `model` is not a module.

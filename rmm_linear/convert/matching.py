@@ -1,4 +1,4 @@
-"""Which linear layers a model has, and which of them are meant: the rules of PEFT.
+"""Find the linear layers of a model, and select layers by the rules of PEFT.
 
 A list names layers, in full or by the end of their dotted name; a string is a regular expression for the whole name;
 "all-linear" is every linear layer outside the output head.
@@ -21,18 +21,18 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer of a model, or what it has in such a layer's place."""
+    """A linear layer of a model, or a module of `other_modules`."""
 
     module: nn.Module
-    # without wrappers' segments, for matching and reporting
+    # the name without wrappers' segments, for matching and reporting
     name: str
-    # every name it goes by: shared modules have several, wrapped ones a raw one as well
+    # all names of the module: a shared module has several, a wrapped module a raw name as well
     aliases: tuple[str, ...]
     in_head: bool
 
     @property
     def label(self) -> str:
-        """What a message calls it."""
+        """The layer's name in messages."""
         return self.name or "(the model)"
 
 
@@ -50,19 +50,19 @@ def _checked(option: str, patterns: str | Collection[str]) -> str | Collection[s
 
 
 def _matches(patterns: str | Collection[str], layer: LinearLayer) -> bool:
-    """Tell whether a list or a regular expression means a layer, by any of its names."""
+    """Tell whether a list or a regular expression matches any name of a layer."""
     if isinstance(patterns, str):
         return any(re.fullmatch(patterns, alias) for alias in layer.aliases)
     return any(f".{alias}".endswith(f".{end}") for alias in layer.aliases for end in patterns)
 
 
 def _is_by_pattern(pattern: str, layer: LinearLayer) -> bool:
-    """The same for a pattern of `overrides`: a name, the end of a name, or a regular expression."""
+    """Tell whether a key of `overrides` matches: a name, the end of a name, or a regular expression."""
     return _matches([pattern], layer) or _matches(pattern, layer)
 
 
 class Selection:
-    """The options of a conversion that say which layers, and with which configuration."""
+    """The options of a conversion that select the layers and their configurations."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Selection:
         return next((pattern for pattern in self.overrides if _is_by_pattern(pattern, layer)), None)
 
     def unused(self, everything: Collection[LinearLayer], matched: Collection[LinearLayer]) -> Iterator[str]:
-        """Name the patterns that match nothing."""
+        """Yield messages about patterns that match no layer."""
         excluded = self._excluded
         parts = [(excluded, excluded)] if isinstance(excluded, str) else [(name, [name]) for name in excluded]
         if found := [repr(name) for name, part in parts if not any(_matches(part, layer) for layer in everything)]:
@@ -117,12 +117,12 @@ def linear_layers(model: nn.Module, is_wanted: Callable[[nn.Module], bool] = is_
         stripped = [strip_wrappers(name) for name in raw]
         aliases = stripped + raw
         if module in adapters:
-            # PEFT's "lora_A.default": the name of the adapter is nothing of the layer's
+            # PEFT's "lora_A.default" ends with the adapter's name: "lora_A" matches too
             aliases += [name.rpartition(".")[0] for name in stripped]
         yield LinearLayer(module, stripped[0], tuple(dict.fromkeys(aliases)), module in heads)
 
 
 def other_modules(model: nn.Module) -> Iterator[tuple[LinearLayer, str]]:
-    """Find the modules that a user might expect to be converted, and that can't be; each with the reason."""
+    """Yield the modules that a user might expect to be converted but that are no linear layers, with the reasons."""
     for layer in linear_layers(model, lambda module: why_no_layer(module) is not None):
         yield layer, why_no_layer(layer.module) or ""

@@ -1,1 +1,1 @@
-"""Bridges to training libraries, each of which needs its library only when it is imported."""
+"""Bridges to training libraries; each module imports its library."""

@@ -18,14 +18,14 @@ from rmm_linear.integrations.replaced_loss import ReplacedLoss
 
 
 class FittedLoss(ReplacedLoss):
-    """A trainer's `compute_loss` that fits the model to its first batch, and to later ones that have no plan.
+    """A trainer's `compute_loss` that fits the model to its first batch, and to later batches that have no plan.
 
     `options` are the arguments of `fit`. `every` is the number of batches from one measurement of the noise to the
-    next; 0 measures none.
+    next; 0 turns measurements off.
 
     Attributes:
-        fitted: What was chosen; None before the first batch.
-        noise: The noise that was measured last, as a share of the minibatch's variance; None before the first batch.
+        fitted: The result of `fit`; None before the first batch.
+        noise: The latest measured noise, as a share of the minibatch's variance; None before the first batch.
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, options: Mapping[str, Any], every: int) -> None:
@@ -35,14 +35,14 @@ class FittedLoss(ReplacedLoss):
         super().__init__(trainer)
 
     def __call__(self, model: nn.Module, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Compute the trainer's loss, fit the model before if it has to be."""
+        """Compute the trainer's loss, after fitting the model if it has no plan."""
         if not self._model.training:
             return self._loss_of(model, inputs, *arguments, **keywords)
         if self.fitted is None:
             try:
                 self._fit(inputs, keywords)
             except BaseException:
-                # the trainer may train on without the callback
+                # the trainer may be used again without the callback
                 self.remove()
                 raise
         elif self._every:
@@ -50,7 +50,7 @@ class FittedLoss(ReplacedLoss):
             if self._batches % self._every == 0:
                 self._watch(self.fitted, inputs, keywords)
         try:
-            # which takes the labels out
+            # a copy, since the trainer's loss may remove the labels
             return self._loss_of(model, copy.copy(inputs), *arguments, **keywords)
         except InfeasibleBudgetError:
             self._fit(inputs, keywords)
@@ -77,17 +77,17 @@ class FittedLoss(ReplacedLoss):
                 raise ValueError("the minibatch's variance can't be told from 0 on parts of the batch")
             self.noise = measured
         except ValueError as error:
-            # such as a last batch of few examples
+            # for example, the last batch may have too few examples
             if not self._has_told:
                 self._has_told = True
-                warnings.warn(f"fit: {error}; the noise is not watched with this batch", UserWarning, stacklevel=3)
+                warnings.warn(f"fit: {error}; the noise is not measured on this batch", UserWarning, stacklevel=3)
             return
         if self.noise <= self._options["noise"]:
             return
         print(f"fit: the noise has grown to {self.noise:.2g} of the minibatch's variance")
         try:
-            # in as many bytes: a share of this batch's peak would be another budget
+            # the former budget in bytes: a percentage of this batch's peak would be another budget
             self._fit(inputs, keywords, budget=fitted.budget_bytes)
         except InfeasibleBudgetError as error:
-            warnings.warn(f"the model trains on as it was fitted before: {error}", stacklevel=3)
+            warnings.warn(f"the model keeps its former plan: {error}", stacklevel=3)
             self._model._compiled_call_impl = fitted.step

@@ -1,6 +1,6 @@
 """Models of transformers from their configurations alone, and random batches for them: for `rmm-linear profile`.
 
-Weights are random: what a model keeps for its backward pass depends on shapes, dtypes and its code, and on no value.
+Weights are random: the bytes that a model keeps depend on its code, shapes and dtypes, not on values.
 """
 
 import inspect
@@ -19,22 +19,22 @@ try:
 except ImportError as error:
     raise ImportError('models by name need transformers: pip install "rmm-linear[hf]"') from error
 
-# The hub's own client tries for much longer.
+# Much shorter than the retries of the hub's own client.
 _PATIENCE_S = 5
-# What configurations call the number of layers of a stack.
+# Names of the number of layers of a stack in configurations.
 _STACKS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
 def build_model(
     name: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, layers: int | None = None, **changes: Any
 ) -> nn.Module:
-    """Make a model with random weights, in training mode, of the class that its configuration names, or the bare one.
+    """Make a model in training mode with random weights, of the class in its configuration, or the base model.
 
-    `name` is one on the hub, or a folder or JSON file with a model's configuration; weights are not read. `layers` is
-    the depth of its stacks, encoder and decoder, and `changes` are values of the configuration.
+    `name` is a name on the hub, or a folder or JSON file with a model's configuration; weights are not read. `layers`
+    is the depth of its stacks, encoder and decoder, and `changes` are values of the configuration.
 
     Raises:
-        ValueError: If there is no such configuration, or no class for it.
+        ValueError: If there is no such configuration, or transformers has no class for it.
     """
     path = Path(name)
     try:
@@ -60,7 +60,7 @@ def build_model(
 
 
 def _config(name: str, changes: dict[str, Any]) -> Any:
-    """The configuration in a folder, or in the hub's cache, or on the hub: which is asked once, and not for long."""
+    """The configuration in a folder, in the hub's cache, or on the hub, which gets one request with a short timeout."""
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True, **changes)
     except OSError:
@@ -74,10 +74,10 @@ def _config(name: str, changes: dict[str, Any]) -> Any:
 
 
 def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cpu") -> dict[str, Tensor]:
-    """Make a batch of sequences of some length, or of images, with labels if the model computes a loss.
+    """Make a batch of sequences of this length, or of images, with labels if the model computes a loss.
 
     Raises:
-        ValueError: If the model takes neither tokens nor images, or the length is more than it has positions for.
+        ValueError: If the model takes neither tokens nor images, or the length exceeds the model's positions.
     """
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -90,13 +90,13 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
     if main != "input_ids":
         raise ValueError(
             f"the {type(model).__name__} takes {main!r}; only models of tokens and of images have random batches,"
-            " call rmm_linear.memory.profile(model, ...) with one of your own"
+            " call rmm_linear.memory.profile(model, ...) with a batch of your own"
         )
     most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < length:
         raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
     ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
-    # no attention mask: models read its values, and none is one without padding
+    # no attention mask: without a mask no token is padding, and on the meta device a mask has no values to read
     if type(model).__name__.endswith("TokenClassification"):
         return {main: ids, "labels": ids % config.num_labels}
     of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))

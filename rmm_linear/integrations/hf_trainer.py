@@ -1,8 +1,6 @@
-"""RMMCallback: sketched linear layers in a `transformers.Trainer`, with what they save in its logs.
+"""RMMCallback: sketched linear layers in a `transformers.Trainer`, with the saved bytes in its logs.
 
-    trainer = Trainer(model, args, callbacks=[RMMCallback(ratio=0.5)], ...)
-
-Like all of this folder it imports transformers.
+trainer = Trainer(model, args, callbacks=[RMMCallback(ratio=0.5)], ...)
 """
 
 import contextlib
@@ -44,17 +42,17 @@ VARIANCE_KEY = "rmm/relative_variance"
 NOISE_KEY = "rmm/noise_ratio"
 SNR_KEY = "rmm/snr"
 CLIP_KEY = "rmm/clip_fraction"
-# In the trainer's output folder.
+# The monitor's file in the trainer's output folder.
 NOISE_FILE = "rmm_noise.jsonl"
-# Where the state is kept in a checkpoint's trainer_state.json: no class's name, which the trainer would make anew.
+# The state's key in a checkpoint's trainer_state.json; the trainer would make a new callback for a class's name.
 _STATE_KEY = "rmm_linear"
 _EVERY, _EVERY_FIT = 50, 1000
-# Steps of which one is looked at for clipping: the norm of all gradients is not free.
+# One of this many steps is checked for clipping, since the norm of all gradients takes time.
 _CLIP_EVERY = 10
 # Clipping leaves a norm of max_norm * norm / (norm + 1e-6), rounded in the gradients' dtype.
 _CLIPPED = 1 - 1e-2
 _NOISE_LIMIT = 0.01
-# A log that has one of these is about training: a step's, or the run's at its end.
+# A log with one of these keys is a training log: a step's, or the run's at its end.
 _TRAINING_LOGS = {"loss", "train_loss"}
 # Part of the promised saving below which the callback warns.
 _EXPECTED_SHARE = 0.5
@@ -71,70 +69,70 @@ class RMMCallback(TrainerCallback):
     - `rmm/exact_mib`: MiB that the same forward would have kept with exact layers,
     - `rmm/freed`: 1 - kept / exact; below 0 where sketches cost memory.
 
-    The callback logs these three values right after each training log. It measures and logs none of them under
+    The callback logs these three values right after each training log. It neither measures nor logs the values under
     `torch.compile`, which would compile the measurement, under `DataParallel`, and in a planned model
-    (`checkpoint_model`), whose plan has the kept bytes. If less than half of the saving that the layers promise one by
-    one is measured, a warning tells the reasons.
+    (`checkpoint_model`), whose plan has the kept bytes. If the measured saving is less than half of the sum of the
+    layers' own savings, a warning states the reasons.
 
-    With `monitor`, each layer's noise is sampled every so many steps (`rmm_linear.variance.VarianceMonitor`), records
-    go to `rmm_noise.jsonl` in the output folder, the monitor's state is part of the trainer's checkpoints (and restored
-    whatever `restore_callback_states_from_checkpoint` says; if it is set, the trainer tells that it ignores
+    With `monitor`, each layer's noise is sampled at that interval of steps (`rmm_linear.variance.VarianceMonitor`),
+    records go to `rmm_noise.jsonl` in the output folder, the monitor's state is part of the trainer's checkpoints (and
+    restored for any `restore_callback_states_from_checkpoint`; if that is set, the trainer reports that it ignores
     "rmm_linear"), and the logs have, over all layers:
 
     - `rmm/relative_variance`: the sketches' variance over the squared gradient,
     - `rmm/noise_ratio`: the sketches' variance over the minibatch's, of the sketched weights alone,
     - `rmm/snr`: the squared norm of the expected gradient over the variance of both,
-    - `rmm/clip_fraction`: the part of the steps (every tenth is looked at) whose gradient was clipped to
-      `max_grad_norm`. The sketches' noise inflates the norm, and a clipped gradient is not unbiased.
+    - `rmm/clip_fraction`: the part of the steps (of every tenth step) whose gradient was clipped to `max_grad_norm`.
+      The sketches' noise inflates the norm, and a clipped gradient is not unbiased.
 
-    With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` does what
-    `torch.compile(backend="rmm_linear", options=...)` does, a name that `TrainingArguments(torch_compile_backend=...)`
-    refuses. The backend is installed from the beginning of the training to its end; where steps run as written, a
-    warning tells why.
+    With `compile`, training steps run by plan, within a byte budget: `compile={"budget": "60%"}` is equivalent to
+    `torch.compile(backend="rmm_linear", options=...)`, whose name `TrainingArguments(torch_compile_backend=...)`
+    refuses. The backend is installed from the beginning of the training to its end; if a step runs as written, a
+    warning states the reason.
 
-    With `fit`, the model is fitted (`rmm_linear.fit`) to the first batch that it is trained on, with the loss that the
-    trainer computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a
-    batch that has none is fitted in its turn. A resumed run is fitted anew. With `monitor`, the noise of codes and
-    sketches is measured on a batch every so many (micro-)batches (`rmm_linear.fitting.Fit.measure`), and logged as
-    `rmm/noise_ratio`; where it is above `noise`, the model is fitted anew, to that batch. Processes that train together
-    (DDP) are refused: fit in a process of its own, and pass its `options` on as `compile` to all of them.
+    With `fit`, the model is fitted (`rmm_linear.fit`) to the first training batch, with the loss that the trainer
+    computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a batch
+    without such a plan is fitted itself. A resumed run is fitted anew. With `monitor`, the noise of codes and sketches
+    is measured on a batch at that interval of (micro-)batches (`rmm_linear.fitting.Fit.measure`), and logged as
+    `rmm/noise_ratio`; if it exceeds `noise`, the model is fitted anew, to that batch. Processes that train together
+    (DDP) are refused: call `fit` in a separate process, and pass its `options` as `compile` in all training processes.
 
     Examples:
         >>> from rmm_linear import RMMCallback
         >>> callback = RMMCallback(ratio=0.5, monitor=True, exclude_modules=["attention.output.dense"])
 
-        which goes to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback]).train()`.
+        Pass it to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback]).train()`.
 
     Args:
-        ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given; with `compile`,
-            and nothing that is about sketches, all layers stay exact, as with `fit`.
-        config: How to sketch.
-        monitor: Whether to watch the noise: steps from one sample of a layer to the next, or True for 50; with `fit`,
+        ratio: Rows kept over rows, short for `config=RMMConfig(ratio=ratio)`. 0.5 if neither is given; with `fit`, or
+            with `compile` and no argument for sketches, all layers stay exact.
+        config: The settings of the sketches.
+        monitor: Whether to measure the noise: steps from one sample of a layer to the next, or True for 50; with `fit`,
             batches from one measurement to the next, or True for 1000.
         compile: Options of the backend (`rmm_linear.compiler.backend.Options`): `budget`, `strategy`, `executor` and so
             on. None for steps without a plan.
         fit: The byte budget of a step, as `rmm_linear.fit` takes it: bytes, "8GiB", or "60%" of the exact step's peak;
             None for no plan.
-        noise: With `fit`: most that the variance of a gradient over the step's draws may be of the minibatch's; 0 or
-            None for exact gradients.
+        noise: With `fit`: limit of the gradient's variance over the step's draws, as a share of the minibatch's
+            variance; 0 or None for exact gradients.
         executor: With `fit`: "inductor" compiles the step; "exact" runs it op by op.
-        sample: A batch as the trainer's data collator makes it: layers of which a sketch frees nothing are left exact
-            (see `convert_linears`). It runs on the model's device, in the precision and with the checkpoints of the
-            trainer's arguments.
-        **convert_kwargs: More arguments of `convert_linears`: `target_modules`, `overrides` and so on.
+        sample: A batch as the trainer's data collator makes it: layers in which a sketch frees nothing are left exact
+            (see `convert_linears`). The sample runs on the model's device, in the precision and with the checkpoints of
+            the trainer's arguments.
+        **convert_kwargs: Further arguments of `convert_linears`: `target_modules`, `overrides` and so on.
 
     Attributes:
-        kept_bytes: Bytes that the measured forward pass kept, or None before it.
-        exact_bytes: Bytes that it would have kept with exact layers, or None before it.
-        promised_bytes: The sum over the layers of the bytes that each saves of its own input, or None before it.
+        kept_bytes: Bytes that the measured forward pass kept; None before the measurement.
+        exact_bytes: Bytes that the same pass would have kept with exact layers; None before the measurement.
+        promised_bytes: Sum over the layers of the bytes that each saves of its own input; None before the measurement.
         monitor: The `VarianceMonitor` of the last training run, or None.
         planned: The planned step of the last training run (see its `plans` and `planned_runs`), or None.
         fitted: The result of `fit` in the last training run (print it), or None.
 
     Raises:
         ValueError: If both `ratio` and `config` are given, or `fit` and an option of another way to save memory, or a
-            value is bad; when training begins, if `monitor` is asked for under `torch.compile` or `DataParallel`, or of
-            a planned model, or `compile` or `fit` under one of these.
+            value is bad; when training begins, if `monitor`, `compile` or `fit` is used under `torch.compile` or
+            `DataParallel`, or with a planned model.
     """
 
     def __init__(
@@ -155,24 +153,24 @@ class RMMCallback(TrainerCallback):
             others = {"ratio": ratio, "config": config, "sample": sample, "compile": compile, **convert_kwargs}
             if given := [name for name, value in others.items() if value is not None]:
                 raise ValueError(f"fit chooses by itself how steps run: leave out {', '.join(given)}, or leave out fit")
-            # for their checks
+            # the constructor checks the options
             Options(budget=fit, executor=executor)
             self._fit_options = {"budget": fit, "noise": checked_noise(noise or 0), "executor": executor}
         elif (noise, executor) != (_NOISE_LIMIT, Options.executor):
             raise ValueError('noise and executor belong to fit: pass fit="8GiB", or leave them out')
         if unknown := convert_kwargs.keys() - list(inspect.signature(convert_linears).parameters)[1:]:
-            raise TypeError(f"RMMCallback takes no {', '.join(sorted(unknown))}, nor passes it on; leave it out")
+            raise TypeError(f"RMMCallback has no argument {', '.join(sorted(unknown))}; leave it out")
         self._options = None if compile is None else Options.of(compile)
         self._sketches = any((ratio is not None, config is not None, convert_kwargs))
         self._sketches |= self._options is None and fit is None
         config = config_for(ratio, config)
         if not isinstance(monitor, int) or monitor < 0:
-            raise ValueError(f"monitor={monitor!r} is not a number of steps; pass one, True (50) or False")
+            raise ValueError(f"monitor={monitor!r} is not a number of steps; pass a positive int, True (50) or False")
         self._convert_kwargs = {"config": config, **convert_kwargs}
         self._sample = sample
         self._every = (_EVERY if fit is None else _EVERY_FIT) if monitor is True else int(monitor)
         if self._options is not None and self._every:
-            raise ValueError("monitor sees nothing in a planned model; leave it out, or leave out compile")
+            raise ValueError("monitor records nothing in a planned model; leave it out, or leave out compile")
         self._converted: weakref.ref[nn.Module] | None = None
         self._measurement: _OneForward | None = None
         self._warned = False
@@ -192,13 +190,13 @@ class RMMCallback(TrainerCallback):
         return self._planned if self.fitted is None else self.fitted.step
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Convert the model before the optimizer is made and before anything wraps it."""
+        """Convert the model before the optimizer is made and before the model is wrapped."""
         self._convert(kwargs["model"], args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Convert the model if `model_init` made a new one, and get ready to measure."""
+        """Convert the model if `model_init` made a new model, and install the measurement and the plan."""
         model = kwargs["model"]
         self._convert(model, args)
         self._stop_measuring()
@@ -210,13 +208,13 @@ class RMMCallback(TrainerCallback):
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
         if is_hidden and self._every:
             raise ValueError(
-                "monitor sees nothing under torch.compile, under DataParallel and in a planned model; leave it out, or"
-                " train in eager mode with one process a device and without checkpoint_model"
+                "monitor records nothing under torch.compile, under DataParallel and in a planned model; leave it"
+                " out, or train in eager mode with one process a device and without checkpoint_model"
             )
         if is_hidden:
             why = "not measured under torch.compile or DataParallel, and not logged"
             if is_in_plan:
-                why = "not logged: a planned model keeps what its plan says, print(checkpoint_model(...))"
+                why = "not logged: the plan has a planned model's kept bytes, print(checkpoint_model(...))"
             warnings.warn(f"{KEPT_KEY} and {EXACT_KEY} are {why}", UserWarning, stacklevel=2)
             return
         if self._every:
@@ -226,17 +224,17 @@ class RMMCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look whether the gradients were clipped."""
+        """Record whether the gradients were clipped."""
         model = kwargs["model"]
-        # FSDP of old keeps parts of parameters whose norms are not the whole's, and clips by a method of its own
+        # FSDP1 has local shards alone, whose norm is not the gradient's, and clips by its own method
         is_sharded = hasattr(model, "clip_grad_norm_")
         if self.monitor is None or not args.max_grad_norm or state.global_step % _CLIP_EVERY or is_sharded:
             return
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         if gradients:
-            # float32: the bfloat16 next to 1 is 0.4 % away
+            # float32, since neighbouring bfloat16 numbers differ by 0.4 %
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            # of sharded gradients
+            # norms of sharded gradients are DTensors
             norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
             self.monitor.observe_gradient_norm(nn.utils.get_total_norm(norms), _CLIPPED * args.max_grad_norm)
 
@@ -248,7 +246,7 @@ class RMMCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave no hook and no plan behind on the model."""
+        """Remove the hooks and the plan from the model."""
         self._stop_measuring()
         if self._loss is not None:
             self._loss.remove()
@@ -257,7 +255,7 @@ class RMMCallback(TrainerCallback):
         remove_checkpointing(kwargs["model"])
         if self.planned is None or (not self.planned.planned_runs and self.planned.reason is None):
             warnings.warn(
-                "no training step ran by plan: something calls the model's forward method in place of the model",
+                "no training step ran by plan: the model's forward method is called in place of the model",
                 UserWarning,
                 stacklevel=2,
             )
@@ -270,13 +268,13 @@ class RMMCallback(TrainerCallback):
             return
         trainer = trainer_of(self)
         if trainer is None:
-            # Something else than a Trainer drives its callbacks: what is added here reaches those that come later.
+            # Without a Trainer, values added to `logs` reach the callbacks after this callback.
             logs.update(values)
         else:
             trainer.log(values)
 
     def _values(self) -> dict[str, float]:
-        """What there is to log now, in the order in which it is told above."""
+        """The values to log now, in the order of the class's docstring."""
         values: dict[str, float] = {}
         if self.kept_bytes is not None and self.exact_bytes is not None:
             values |= {KEPT_KEY: self.kept_bytes / 2**20, EXACT_KEY: self.exact_bytes / 2**20}
@@ -292,7 +290,7 @@ class RMMCallback(TrainerCallback):
         return {key: value for key, value in values.items() if math.isfinite(value)}
 
     def _watch(self, model: nn.Module, args: TrainingArguments, state: TrainerState) -> None:
-        """Start the monitor, where a resumed run was."""
+        """Start the monitor, with the state of a resumed run."""
         path = Path(args.output_dir or ".") / NOISE_FILE
         _begin_file(path, state.global_step, is_first=state.is_world_process_zero)
         self.monitor = monitor = VarianceMonitor(model, every=self._every, path=path)
@@ -301,7 +299,7 @@ class RMMCallback(TrainerCallback):
             monitor.load_state_dict(saved["monitor"])
         elif state.global_step:
             warnings.warn(
-                f"the checkpoint of step {state.global_step} holds nothing of monitor, which begins anew",
+                f"the checkpoint of step {state.global_step} has no state of the monitor, which begins anew",
                 UserWarning,
                 stacklevel=3,
             )
@@ -309,23 +307,23 @@ class RMMCallback(TrainerCallback):
         states.make = lambda: {"monitor": monitor.state_dict()}
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> None:
-        """Let the model's calls run by plan: with `fit`, by one that the trainer's first loss makes."""
+        """Let the model's calls run by plan; with `fit`, the trainer's first loss makes the plan."""
         if args.torch_compile or args.n_gpu > 1:
             raise ValueError(
                 f"{'fit' if self._options is None else 'compile'} plans the model's calls, which torch_compile=True"
-                " compiles in another way, and DataParallel makes from copies: leave out one of them, or train with one"
-                " process a device"
+                " compiles in another way, and DataParallel runs on replicas: leave out one of these options, or train"
+                " with one process a device"
             )
         trainer = trainer_of(self)
         if self._fit_options is not None and args.world_size > 1:
             raise ValueError(
                 f"fit plans for one process, and {args.world_size} train together: call rmm_linear.fit(model, batch,"
-                " ...) in a process of its own, and pass its `options` to all of them: RMMCallback(compile=options)"
+                " ...) in a separate process, and pass its `options` to all processes: RMMCallback(compile=options)"
             )
         if self._fit_options is not None and trainer is None:
-            raise ValueError("fit needs a Trainer, whose batches it sees; elsewhere call rmm_linear.fit(model, batch)")
+            raise ValueError("fit needs the batches of a Trainer; without one, call rmm_linear.fit(model, batch)")
         if self.planned is not None and model._compiled_call_impl is self.planned:
-            # the training before failed on its way
+            # an earlier training run failed before `on_train_end`
             return
         if self._loss is not None:
             self._loss.remove()
@@ -342,7 +340,7 @@ class RMMCallback(TrainerCallback):
         if self._sample is None:
             convert_linears(model, **self._convert_kwargs)
         else:
-            # which the trainer does when training begins
+            # as the trainer does when training begins
             if args.gradient_checkpointing and isinstance(model, PreTrainedModel):
                 model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             device = next(model.parameters()).device
@@ -378,7 +376,7 @@ class RMMCallback(TrainerCallback):
 
 
 class _OneForward:
-    """Measures the next training forward of a model; its hooks go when that is done, or has failed."""
+    """Measures the next training forward of a model, and removes its hooks after that forward, or after its failure."""
 
     def __init__(self, model: nn.Module, report: Callable[[MeasuredSaving], None]) -> None:
         self._report = report
@@ -399,7 +397,7 @@ class _OneForward:
         if not self._is_running:
             return
         self.close()
-        # None: the forward has raised
+        # the output is None if the forward raised
         if output is not None:
             self._report(self._saving)
 
@@ -413,7 +411,7 @@ class _OneForward:
 
 
 class _MadeWhenSaved(dict[str, Any]):
-    """A dictionary whose content is made when it is read: when the trainer saves a checkpoint, and not at each step."""
+    """A dictionary that computes its items when they are read: when the trainer saves a checkpoint."""
 
     make: Callable[[], dict[str, Any]] | None = None
 
@@ -424,19 +422,19 @@ class _MadeWhenSaved(dict[str, Any]):
 
 
 def callback_states(state: TrainerState) -> dict[str, Any]:
-    """What a checkpoint holds of callbacks: declared a list, but a dictionary once the state is made."""
+    """The states of callbacks in a checkpoint: declared as a list, but a dictionary at run time."""
     states: Any = state.stateful_callbacks
     assert isinstance(states, dict)
     return states
 
 
 def _begin_file(path: Path, step: int, *, is_first: bool) -> None:
-    """Leave in a JSON-lines file what was written before this step; nothing, for a run that begins."""
+    """Drop the lines of a JSON-lines file from this step on: all lines at step 0."""
     if not is_first or not path.is_file():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines() if step else ():
-        # the last line of a run that was killed may be half a one
+        # the last line of a killed run may be incomplete
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] < step:
                 kept.append(line + "\n")
@@ -448,8 +446,8 @@ def _begin_file(path: Path, step: int, *, is_first: bool) -> None:
 def trainer_of(callback: TrainerCallback) -> Trainer | None:
     """Return the trainer that is calling this callback.
 
-    A trainer does not pass itself to its callbacks, and what a callback adds to `logs` reaches neither the log history
-    nor the reporters, which come first. So it is found where it is: a few frames up.
+    A trainer does not pass itself to its callbacks, and values that a callback adds to `logs` reach neither the log
+    history nor the reporters, which are called first. So this function finds the trainer in the calling frames.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -19,12 +19,12 @@ except ImportError as error:
     raise ImportError('NormCacheCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
 
-# In a checkpoint's trainer_state.json.
+# The state's key in a checkpoint's trainer_state.json.
 _STATE_KEY = "rmm_norm_cache"
 
 
 class _AnnouncedLoss(ReplacedLoss):
-    """A trainer's `compute_loss` that tells a cache which samples it is of."""
+    """A trainer's `compute_loss` that announces the batch's samples to a cache."""
 
     def __init__(self, trainer: Trainer, cache: NormCache, column: str) -> None:
         super().__init__(trainer)
@@ -45,14 +45,13 @@ class _AnnouncedLoss(ReplacedLoss):
 
 
 class NormCacheCallback(TrainerCallback):
-    """Tell a `NormCache` which samples the trainer's losses are of, and keep its tables with the checkpoints.
+    """Announce the samples of the trainer's batches to a `NormCache`, and save its tables with the checkpoints.
 
-    The training data needs a column of sample numbers, which the loss takes out before the model is called, and the
-    trainer has to leave it there: `TrainingArguments(remove_unused_columns=False)`, so that columns of text have to be
-    removed by hand. Data that is evaluated needs no such column, and must not have it where the model takes no other
-    keywords. Each process that trains writes a file of its own, `rmm_norm_cache_0.pt`, into each checkpoint. A run that
-    is resumed from a checkpoint in its own output folder goes on bit for bit; elsewhere the norms begin anew, and a
-    warning says so.
+    The training data needs a column of sample numbers, which the loss removes before the model is called. The trainer
+    must keep the column: set `TrainingArguments(remove_unused_columns=False)`, and remove columns of text by hand.
+    Evaluation data needs no such column, and must not have it if the model accepts no unknown keywords. Each training
+    process writes its own file, such as `rmm_norm_cache_0.pt`, into each checkpoint. A run that is resumed from a
+    checkpoint in its own output folder continues bit for bit; otherwise the norms begin anew, with a warning.
 
     Examples:
         >>> import torch
@@ -64,15 +63,15 @@ class NormCacheCallback(TrainerCallback):
         >>> model = convert_linears(model, config=RMMConfig(ratio=0.3, sketch="wta_crs", center=False))
         >>> callback = NormCacheCallback(NormCache(model, samples=3668), column="idx")
 
-        which goes to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback])`.
+        Pass it to the trainer: `Trainer(model, args, train_dataset=data, callbacks=[callback])`.
 
     Args:
         cache: The cache of the trainer's model.
-        column: The column that has the sample's number.
+        column: The column of sample numbers.
 
     Raises:
-        ValueError: In training, if a batch does not have the column, or blocks are checkpointed, compiled or copied
-            (`DataParallel`), whose layers would draw by the input alone.
+        ValueError: In training, if a batch does not have the column, or blocks are checkpointed, compiled or replicated
+            (`DataParallel`), so that their layers would draw by the input alone.
     """
 
     def __init__(self, cache: NormCache, column: str) -> None:
@@ -83,7 +82,7 @@ class NormCacheCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Have the trainer's loss announce its samples; load the tables of the checkpoint that is resumed."""
+        """Let the trainer's loss announce its samples; load the tables of a resumed checkpoint."""
         self.on_train_end(args, state, control)
         if args.gradient_checkpointing or args.torch_compile or args.n_gpu > 1:
             raise ValueError(
@@ -93,7 +92,7 @@ class NormCacheCallback(TrainerCallback):
         states = callback_states(state)
         if state.global_step:
             self._load(self._path(args, state), states.get(_STATE_KEY, {}).get("run"))
-        # by which a checkpoint, whose state the first process writes, knows the files of all
+        # identifies the files of all processes in a checkpoint, whose state the first process writes
         run = [uuid.uuid4().hex]
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(run)
@@ -101,25 +100,25 @@ class NormCacheCallback(TrainerCallback):
         states[_STATE_KEY] = {"run": self._run}
         trainer = trainer_of(self)
         if trainer is None:
-            raise ValueError("NormCacheCallback needs a Trainer, whose losses it announces; elsewhere use its cache")
+            raise ValueError("NormCacheCallback needs a Trainer; without one, use `with cache.samples(numbers):`")
         self._loss = _AnnouncedLoss(trainer, self.cache, self.column)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the tables into the checkpoint."""
         path = self._path(args, state)
-        # another process may be the one that makes the folder
+        # another process may not have made the folder yet
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"run": self._run, **self.cache.state_dict()}, path)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the trainer its own loss back."""
+        """Restore the trainer's own loss."""
         if self._loss is not None:
             self._loss.remove()
 
     def _load(self, path: Path, run: str | None) -> None:
-        """Load the tables of the run that the checkpoint is of."""
+        """Load the tables if they were saved in the checkpoint's run."""
         saved = torch.load(path, weights_only=True) if path.is_file() else {}
         if run is None or saved.get("run") != run:
             text = f"the checkpoint's norms are not in {path}: they begin anew"

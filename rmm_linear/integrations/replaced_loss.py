@@ -1,4 +1,4 @@
-"""A callable that stands in for a trainer's `compute_loss`, for callbacks that must know of each batch."""
+"""A callable that replaces a trainer's `compute_loss`, for callbacks that need each batch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import Trainer
 
 
 class ReplacedLoss:
-    """Takes the place of a trainer's `compute_loss`, which subclasses call as `self._loss_of`, until `remove`."""
+    """Replaces a trainer's `compute_loss`, which subclasses call as `self._loss_of`, until `remove`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._loss_of: Any = trainer.compute_loss
@@ -15,7 +15,7 @@ class ReplacedLoss:
         self._attributes["compute_loss"] = self
 
     def remove(self) -> None:
-        """Give the trainer its own loss back, or the loss that stood in for it before to the one that came later."""
+        """Restore the former loss, in the trainer or in a later replacement."""
         later = self._attributes.get("compute_loss")
         while isinstance(later, ReplacedLoss) and later is not self and later._own_loss is not self:
             later = later._own_loss

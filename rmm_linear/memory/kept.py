@@ -1,12 +1,12 @@
-"""What does a forward pass keep for its backward pass? Every distinct storage, counted once.
+"""Count the storages that a forward pass keeps for its backward pass, each distinct storage once.
 
-Autograd hands each tensor that it keeps to the innermost `saved_tensors_hooks`. The hooks here write down its storage:
-a view keeps the whole of what it views alive, and one storage saved by three layers is kept once. Parameters and
-buffers live anyway and do not count. A tensor with a graph goes back to autograd detached: an operation that saves its
-own output (tanh, softmax) would otherwise be kept alive by that.
+Autograd passes each tensor that it saves to the innermost `saved_tensors_hooks`. The hooks of this module record the
+tensor's storage: a view keeps the whole storage alive, and one storage saved by three layers is kept once. Parameters
+and buffers live anyway and do not count. A tensor with a graph is returned to autograd detached: otherwise an operation
+that saves its own output (tanh, softmax) would form a reference cycle.
 
-Inside `torch.utils.checkpoint` the innermost hooks are the checkpoint's own: what a checkpointed block would have saved
-is not kept, and not counted. Under `torch.compile` the hooks see what the compiled graph saves.
+Inside `torch.utils.checkpoint` the innermost hooks are the checkpoint's own: tensors of a checkpointed block are not
+kept, and not counted. Under `torch.compile` the hooks get the tensors that the compiled graph saves.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,10 +42,10 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class StorageSet:
-    """A set of storages, with their sizes, that does not keep them alive.
+    """A set of storages, with their sizes, that does not keep the storages alive.
 
-    A weak reference to a storage keeps its identity from being given to another one, so that memory which was freed
-    and used again does not pass for what lay there before.
+    A weak reference to a storage keeps its identity from being reused, so that a new storage in freed memory is not
+    taken for the old storage.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -55,7 +55,7 @@ class StorageSet:
                 self.add(storage)
 
     def add(self, storage: torch.UntypedStorage) -> StorageWeakRef:
-        """Add a storage, if it is not there yet, and return its key in `sizes`."""
+        """Add a storage, unless the set has it, and return its key in `sizes`."""
         key = StorageWeakRef(storage)
         self.sizes.setdefault(key, storage.nbytes())
         return key
@@ -65,7 +65,7 @@ class StorageSet:
 
 
 def own_tensors(exclude: Iterable[nn.Module | Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters and buffers of modules, and tensors themselves; a ValueError for anything else."""
+    """Yield the parameters and buffers of modules, and tensors themselves; raise a ValueError for other objects."""
     for item in exclude:
         if isinstance(item, Tensor):
             yield item
@@ -81,12 +81,12 @@ class SavedTensors:
     """Count the bytes that autograd keeps for the backward pass while this context is active.
 
     Args:
-        *exclude: Modules, whose parameters and buffers do not count, and tensors that do not count. Views of them do
-            not count either.
+        *exclude: Modules, whose parameters and buffers do not count, and tensors that do not count. Their views do not
+            count either.
 
     Warning:
-        Tensors saved inside the context count, also if their graph is gone at the end; tensors that are
-        hidden from autograd (`ctx.x = x` in a custom Function) do not. Tensors that are changed in place
+        Tensors saved inside the context count even if their graph is freed before its end; tensors that are
+        hidden from autograd (`ctx.x = x` in a custom Function) do not count. Tensors that are changed in place
         after they were saved are refused, also within `torch.autograd.graph.allow_mutation_on_saved_tensors`.
 
     Examples:
@@ -104,7 +104,7 @@ class SavedTensors:
         self._excluded = StorageSet(own_tensors(exclude))
         self._kept = StorageSet()
         self._hooks: saved_tensors_hooks | None = None
-        # the counter that was innermost before: autograd calls the innermost hooks alone, which pass tensors on to it
+        # the enclosing counter: autograd calls the innermost hooks alone, and these pass tensors on
         self._outer: SavedTensors | None = None
 
     @property
@@ -123,19 +123,19 @@ class SavedTensors:
         for storage in storages_of(tensor):
             if storage not in self._excluded:
                 self._kept.add(storage)
-        # an inference tensor has no version, and can't be changed in place where autograd sees it
+        # an inference tensor has no version counter, and autograd forbids its in-place changes
         version = None if tensor.is_inference() else tensor._version
-        # only what has a graph can be part of a cycle; others keep their identity, and what hangs on them
+        # only a tensor with a graph can be part of a cycle; other tensors keep their identity and attributes
         return tensor if tensor.grad_fn is None else tensor.detach(), version, outer
 
     @staticmethod
     def _unpack(packed: tuple[Any, ...]) -> Tensor:
-        # static: a graph that lives on must not keep this object alive
+        # a static method, so that a graph does not keep this object alive
         tensor: Tensor
         tensor, version, outer = packed
         if outer is not None:
             outer()
-        # autograd leaves this check to hooks
+        # autograd does not check versions of packed tensors
         if version is not None and tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
@@ -147,7 +147,7 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         if self._hooks is not None:
             raise ValueError("this SavedTensors is active already; make a second one to nest them")
-        # A module's tensors may have been moved or replaced since it was named.
+        # A module's tensors may have been moved or replaced since `__init__`.
         self._excluded = StorageSet(own_tensors(self._exclude))
         self._kept = StorageSet()
         innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -167,7 +167,7 @@ class SavedTensors:
 
 
 class WatchedModules(SavedTensors):
-    """SavedTensors that also sees modules of a model run, by hooks on their forward."""
+    """SavedTensors with forward hooks on modules of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -191,8 +191,8 @@ def measure_kept_bytes(
 ) -> int:
     """Run `fn(*args, **kwargs)` with gradients enabled and return the bytes that it keeps for its backward pass.
 
-    `fn` is a module, whose parameters and buffers do not count, or any function of tensors; `exclude` are more modules
-    and tensors that do not count. The result is dropped.
+    `fn` is a module, whose parameters and buffers do not count, or any function of tensors; `exclude` lists further
+    modules and tensors that do not count. The result is dropped.
 
     Examples:
         >>> import torch

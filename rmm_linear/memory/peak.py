@@ -1,4 +1,4 @@
-"""The most that is in memory at any time while something runs, by torch's profiler."""
+"""Measure the peak memory of a run with torch's profiler."""
 
 import gc
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Measure the most bytes that a run adds to a device's memory at any time."""
+    """Return the largest number of bytes that a run has allocated on a device at one time."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -17,9 +17,9 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     collects = gc.isenabled()
     gc.disable()
     try:
-        # once before: libraries take their workspaces at the first call, and models fill their caches
+        # a warm-up run: libraries allocate workspaces at the first call, and models fill their caches
         run()
-        # new objects alone: to look at all of them takes a second
+        # the youngest generation alone: a full collection takes a second
         gc.collect(0)
         with profile(activities=activities, profile_memory=True) as log:
             run()

@@ -1,8 +1,8 @@
-"""profile: what does one forward pass of a model keep for its backward pass, and who keeps it?
+"""profile: record the tensors that one forward pass keeps for its backward pass, and the operations that keep them.
 
-One forward is watched. Autograd hands over each tensor that it keeps (`kept.py`); which module is running then is known
-from hooks on all modules, and which operation keeps it, and as what, from the graph afterwards: reading a node's saved
-tensors calls the same hooks backwards. No backward pass runs. What was found makes a `MemoryReport` (`report.py`).
+During one forward pass, autograd passes each saved tensor to the hooks of `kept.py`, and hooks on all modules tell
+which module is running. Afterwards the graph tells which operation keeps the tensor, and by which name: reading a
+node's saved tensors calls the unpack hooks. No backward pass runs. The result is a `MemoryReport` (`report.py`).
 """
 
 import re
@@ -41,14 +41,14 @@ from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import sequences_of
 from rmm_linear.sharing import InputGroups, SharedSketch
 
-# What it keeps its weight as.
+# The names by which a linear layer's product saves its weight.
 _WEIGHT_ROLES = ("mat2", "weight", "other")
 _NO_RECOMPUTING = "rmm_linear reads a graph without running any of it"
 
 
 @dataclass
 class _Pack:
-    """A tensor that autograd handed over, and the number of the linear layer's call that it belongs to."""
+    """A tensor that autograd saved, and the number of the linear layer's call that it belongs to."""
 
     storages: tuple[StorageWeakRef, ...]
     device: str
@@ -58,7 +58,7 @@ class _Pack:
 
 @dataclass
 class _Call:
-    """A call of a linear layer, and what is seen of it later."""
+    """A call of a linear layer, completed while its forward runs."""
 
     known: LinearCall
     module: nn.Module
@@ -68,7 +68,7 @@ class _Call:
 
 
 class _Recorder(WatchedModules):
-    """Writes down which module saved what."""
+    """Records the saved tensors of a forward pass by module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -78,7 +78,7 @@ class _Recorder(WatchedModules):
         self.calls: list[_Call] = []
         self._read: list[int] = []
         self._groups = InputGroups()
-        # nodes that modules have made: what a model returns need not lead to all of them
+        # nodes of modules' outputs: the model's output need not depend on all of them
         self._nodes: list[Any] = []
         self._group_numbers: list[SharedSketch] = []
 
@@ -96,7 +96,7 @@ class _Recorder(WatchedModules):
         return SavedTensors._unpack(packed[:-1])
 
     def read(self, outputs: Iterable[object]) -> None:
-        """Find out from the graph which operation keeps what."""
+        """Set the operation and the role of each saved tensor from the graph."""
         made = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
         todo = list(dict.fromkeys([*made, *self._nodes]))
         seen = set(todo)
@@ -112,11 +112,11 @@ class _Recorder(WatchedModules):
                     op, role = _op_name(node.name()), attribute.removeprefix("_saved_")
                     self._read.clear()
                     try:
-                        # a checkpoint would run its block again to have what it has not kept
+                        # a checkpoint would run its block again to unpack a tensor
                         with disable_saved_tensors_hooks(_NO_RECOMPUTING):
                             getattr(node, attribute)
                     except RuntimeError as error:
-                        # otherwise: changed in place since, or freed by a backward pass of the model's own
+                        # another error: the tensor was changed in place, or freed by a backward pass in the forward
                         if _NO_RECOMPUTING not in str(error):
                             continue
                         op, role = "checkpoint", "input"
@@ -180,7 +180,7 @@ class _Recorder(WatchedModules):
         return self
 
     def report(self) -> MemoryReport:
-        """Put together what was written down."""
+        """Make the report from the records."""
         place = {key: number for number, key in enumerate(self._kept.sizes)}
         keepers: dict[StorageWeakRef, list[Keeper]] = {key: [] for key in place}
         devices: dict[StorageWeakRef, str] = {}
@@ -193,7 +193,7 @@ class _Recorder(WatchedModules):
                 devices[key] = pack.device
             first = place[pack.storages[0]] if pack.storages else None
             if number is not None and keeper.role in INPUT_ROLES:
-                # of a parameter there is no storage
+                # a parameter's storage is excluded
                 inputs[number] = inputs.get(number) if first is None else first
             elif number is not None and keeper.role in _WEIGHT_ROLES and first is not None:
                 copies[number] = first
@@ -231,7 +231,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _op_name(node: str) -> str:
-    """Such as "native_layer_norm" of "NativeLayerNormBackward0"."""
+    """Return the operation of a node's name: "native_layer_norm" for "NativeLayerNormBackward0"."""
     name = re.sub(r"Backward\d*$", "", node).strip("_")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -239,9 +239,9 @@ def _op_name(node: str) -> str:
 def profile(model: nn.Module, *args: Any, **kwargs: Any) -> MemoryReport:
     """Run `model(*args, **kwargs)` and report the tensors that it keeps for the backward pass, which does not run.
 
-    The model runs as it is, converted, checkpointed or frozen; call `model.train()` first, and run it in the
-    autocast region that it trains in. Gradients, buffers and the random state are
-    afterwards what they were. Compiled parts are counted, but not told apart.
+    The model runs unchanged, converted, checkpointed or frozen; call `model.train()` first, and `profile` in the
+    autocast region that the model trains in. Gradients, buffers and the random state are restored. The bytes of
+    compiled parts are counted, but not attributed to their layers.
 
     Raises:
         ValueError: If `model` is no module.
@@ -263,5 +263,5 @@ def _tensors(output: object) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__"):
-            # outputs of models that are no containers for pytree
+            # outputs of models that pytree does not know as containers
             yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))

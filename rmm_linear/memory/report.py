@@ -1,13 +1,13 @@
-"""MemoryReport: what one forward pass of a model keeps for its backward pass, and what sketches could free of it.
+"""MemoryReport: the bytes that one forward pass of a model keeps for its backward pass, and that sketches could free.
 
-Every storage is counted once, whoever keeps it. For linear layers the report tells apart
+Every storage is counted once, even if several operations keep it. For linear layers the report distinguishes
 
-    own bytes       storages that are kept as inputs of linear layers alone, for their weight gradients: what sketches
-                    can free, and no ratio can free more
-    shared bytes    inputs that something else keeps as well (an attention kernel its output, a residual block's
+    own bytes       storages that are kept as inputs of linear layers alone, for their weight gradients: the most that
+                    sketches can free at any ratio
+    shared bytes    inputs that another operation keeps as well (an attention kernel its output, a residual block's
                     LayerNorm): sketching these frees nothing
 
-and says what any configuration would leave, to the byte, before a layer is converted. `recorder.py` makes it.
+and predicts the kept bytes with any configuration, to the byte, before a layer is converted. `recorder.py` makes it.
 """
 
 import json
@@ -22,13 +22,13 @@ from rmm_linear.byte_sizes import unit_for
 from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.names import aligned, listed, pattern
 
-# What a linear layer's product keeps its input as, by the operations that it may be made of.
+# The names by which a linear layer's product saves its input, by the operation that computes the product.
 INPUT_ROLES = ("mat1", "self", "input")
 # Statuses of a linear layer's call.
 KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
 EVALUATING, PARAMETER = "eval mode", "parameter"
 LINEAR_INPUTS = "inputs of linear layers alone"
-# Layers, operations and modules that a report prints before it says how many more there are.
+# The most layers, operations and modules that a report prints.
 _PRINTED = 12
 
 
@@ -38,9 +38,9 @@ class Keeper:
 
     Attributes:
         module: Name of the innermost module that was running, without wrappers' prefixes; "" for the model itself.
-        kind: Its class.
-        op: The operation, as autograd's node is called; "" where the graph does not tell.
-        role: The name by which the operation keeps it, such as "mat1"; "" where the graph does not tell.
+        kind: The module's class.
+        op: The operation, named after its autograd node; "" if the graph does not tell.
+        role: The name by which the operation saves the tensor, such as "mat1"; "" if the graph does not tell.
         shape: Shape of the tensor that is kept.
         dtype: Dtype of the tensor.
     """
@@ -58,9 +58,9 @@ class KeptStorage:
     """One storage that the backward pass needs.
 
     Attributes:
-        bytes: Its size: a view keeps the whole of what it views alive.
-        device: Where it lies.
-        keepers: All that keep it, in the order in which they were met.
+        bytes: The size of the whole storage, which a view keeps alive.
+        device: The storage's device.
+        keepers: All operations that keep the storage, in the order of saving.
     """
 
     bytes: int
@@ -80,15 +80,16 @@ class LinearCall:
         out_features: Columns of its output.
         dtype: Dtype that it computes in.
         status: "kept": its input is kept for the weight gradient; "sketched"; "frozen": the weight gets no gradient;
-            "checkpointed": nothing is kept, it runs again in the backward pass; "no gradient": nothing is wanted;
-            "eval mode": its input is kept, and a converted layer is exact there; "parameter": its input is a parameter
-            or buffer, which lives anyway, and a sketch comes on top.
-        storage: Place of its input among the report's storages, where it is kept.
-        weight_copy: Place of a copy of its weight (autocast's), where one is kept.
-        group: Equal for calls with the same tensor, whose layers share a sketch if they are configured alike.
-        stays: Why `convert_linears` leaves the layer exact: "output head" unless it is asked for it, or why it can't be
-            converted; "" for others.
-        is_free: Whether what made the input keeps it (see `rmm_linear.producers`): a converted layer keeps it as it is.
+            "checkpointed": nothing is kept, the layer runs again in the backward pass; "no gradient": the output needs
+            no gradient; "eval mode": its input is kept, and a converted layer is exact in this mode; "parameter": its
+            input is a parameter or buffer, which lives anyway, so that a sketch would only add bytes.
+        storage: Index of its input in the report's storages, or None if the input is not kept.
+        weight_copy: Index of the cast copy of its weight (by autocast) in the storages, or None.
+        group: Equal for calls with the same tensor, whose layers share a sketch if their configurations are equal.
+        stays: Why `convert_linears` leaves the layer exact by default: "output head", or the reason why the layer
+            can't be converted; "" for other layers.
+        is_free: Whether the operation that made the input saves it (see `rmm_linear.producers`): a converted layer
+            keeps the input itself.
     """
 
     layer: str
@@ -105,12 +106,12 @@ class LinearCall:
     is_free: bool = False
 
     def saved_bytes(self, config: RMMConfig) -> int:
-        """Return the bytes that a sketch of this input would keep; padding is not known and counts as rows."""
+        """Return the bytes that a sketch of this input would keep, with padding counted as rows."""
         dtype = getattr(torch, self.dtype)
         return config.saved_bytes(self.rows, self.in_features, dtype, sequences=self.sequences)
 
     def is_sketched_by(self, config: RMMConfig) -> bool:
-        """Tell whether a configuration would sketch this input: one that is kept, not for free, of enough rows."""
+        """Tell whether a configuration would sketch this input: it is kept, not for free, and has enough rows."""
         kept = min(self.rows, self.sequences * len(config.keep_tokens))
         return self.status in (KEPT, PARAMETER) and not self.is_free and config.sketches(self.rows, kept)
 
@@ -147,11 +148,11 @@ class MemoryReport:
     def predict(self, config: RMMConfig, *, layers: Collection[str] | None = None) -> int:
         """Return the bytes that the model would keep with some of its layers converted.
 
-        Equal to a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it counts
-        padding as rows, and is an upper bound. `layers` are names; by default those that `convert_linears` converts.
+        The result equals a measurement of the converted model on the same inputs, to the byte. With `skip_padding` it
+        is an upper bound, which counts padding as rows. `layers` are names; the default is `default_layers`.
 
         Raises:
-            ValueError: If `config` is no RMMConfig, no layer of a name ran, or a layer was sketched when it ran.
+            ValueError: If `config` is no RMMConfig, a named layer did not run, or a layer was sketched when it ran.
         """
         configs = dict.fromkeys(self.default_layers if layers is None else layers, config_for(None, config))
         ran = {call.layer for call in self.linears}
@@ -159,19 +160,19 @@ class MemoryReport:
             raise ValueError(f"layers={unknown} did not run; pass names of layers that ran: {listed(sorted(ran))}")
         if sketched := [call.layer for call in self.linears if call.layer in configs and call.status == SKETCHED]:
             raise ValueError(
-                f"{sketched[0]!r} was sketched when it was profiled, and what its exact input takes is not known; call"
-                " revert_linears(model) and profile it again"
+                f"{sketched[0]!r} was sketched when it was profiled, and the bytes of its exact input are not known;"
+                " call revert_linears(model) and profile the model again"
             )
         return self._kept_with(configs)
 
     def _kept_with(self, configs: Mapping[str, RMMConfig]) -> int:
-        """What the model would keep with these layers converted."""
+        """The bytes that the model would keep with these layers converted."""
         sketched: list[LinearCall] = []
         exact: list[LinearCall] = []
         for call in self.linears:
             is_sketched = call.layer in configs and call.is_sketched_by(configs[call.layer])
             (sketched if is_sketched else exact).append(call)
-        # one sketch for those of a group that are configured alike
+        # one sketch for the layers of a group with equal configurations
         sketches: dict[object, int] = {}
         for number, call in enumerate(sketched):
             config = configs[call.layer]
@@ -179,15 +180,15 @@ class MemoryReport:
         inputs = {call.storage for call in sketched if call.status == KEPT}
         inputs -= {call.storage for call in exact if call.status == KEPT}
         freed = {place for place in inputs if place is not None and self._is_own(place)}
-        # a sketched layer keeps its weight as it is, and casts it again
+        # a sketched layer saves its uncast weight, and casts it again in the backward pass
         copies = {call.weight_copy for call in sketched} - {call.weight_copy for call in exact}
         freed |= {place for place in copies if place is not None}
         return self.total_bytes + sum(sketches.values()) - sum(self.storages[place].bytes for place in freed)
 
     def frees_nothing(self, configs: Mapping[str, RMMConfig]) -> dict[str, str]:
-        """Tell which of the layers that ran, converted to these configurations by name, would free nothing, and why.
+        """Return the layers that would free nothing if converted to these configurations (by name), with the reasons.
 
-        A layer that runs several times frees something if any of its calls does.
+        A layer that runs several times frees bytes if any of its calls does.
         """
         reasons = [(call.layer, self._why_no_gain(call, configs)) for call in self.linears if call.layer in configs]
         pays = {layer for layer, reason in reasons if reason is None}
@@ -221,8 +222,8 @@ class MemoryReport:
     def by_op(self) -> dict[str, int]:
         """Return the bytes of each kind of operation, each storage once, the largest first.
 
-        A storage that only linear layers keep, as inputs, counts as `LINEAR_INPUTS`; others count for the first
-        operation that keeps them as something else.
+        A storage that only linear layers keep, as inputs, counts as `LINEAR_INPUTS`; another storage counts for its
+        first keeper that does not keep it as a linear layer's input.
         """
         found: Counter[str] = Counter()
         for place, storage in enumerate(self.storages):
@@ -283,7 +284,7 @@ def _op_lines(report: MemoryReport) -> list[str]:
 
 
 def _layer_lines(report: MemoryReport) -> list[str]:
-    """Linear layers, those alike in one line: layers of a stack, members of a group, and those that keep no input."""
+    """The table of linear layers; similar layers of a stack, members of a group, and idle layers share a line."""
     half = RMMConfig(ratio=0.5)
     found: dict[tuple[str, ...], list[int]] = {}
     for calls in _units(report):
@@ -315,13 +316,13 @@ def _layer_lines(report: MemoryReport) -> list[str]:
 
 
 def _units(report: MemoryReport) -> list[list[LinearCall]]:
-    """Calls that keep one input, or copies of one, together; and all that keep none for one reason, by their rows."""
+    """Group calls that keep one input or copies of it; and calls that keep no input, by status and rows."""
     units: dict[object, list[LinearCall]] = {}
     of_storage: dict[int, object] = {}
     for call in report.linears:
         key: object = (call.status, call.rows)
         if call.status == KEPT and call.storage is not None:
-            # that of another group which keeps the very storage, or the group's own
+            # the key of an earlier call that keeps this storage, or else the call's own group
             key = of_storage.setdefault(call.storage, call.group)
         units.setdefault(key, []).append(call)
     return list(units.values())
@@ -338,7 +339,7 @@ _STATUS_WORDS = {
 
 
 def _merged(names: list[str]) -> str:
-    """Such as "layer.*.{query, key, value}"."""
+    """Merge names, as in "layer.*.{query, key, value}"."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]

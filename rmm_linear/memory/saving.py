@@ -1,10 +1,10 @@
-"""What do the sketched layers of a model save, against the same forward pass with exact layers?
+"""Measure the bytes that the sketched layers of a model save, against the same forward pass with exact layers.
 
-The layers cannot answer one by one. Query, key and value projections share one input, which exact layers keep once; a
+A sum over the layers would be wrong: query, key and value projections share one input, which exact layers keep once; a
 gated product keeps both of its factors, one of which may be another layer's input; and a checkpointed block keeps
-nothing. So one forward of the sketched model is watched, and the exact one's bytes follow from what is seen:
+nothing. So one forward pass of the sketched model is recorded, and the bytes of the exact model follow:
 
-    exact = kept - what the sketched layers keep of their own + every distinct input that nobody else keeps
+    exact = kept - tensors that only sketched layers keep + every distinct input that no other operation keeps
 
 which equals a measurement of the exact model to the byte.
 """
@@ -26,10 +26,10 @@ from rmm_linear.rows import sequences_of
 class MeasuredSaving(WatchedModules):
     """Count the bytes that one forward pass of a model keeps, and the bytes that it would keep with exact layers.
 
-    The model has sketched layers, is in training mode and not compiled.
+    The model must have sketched layers, be in training mode and not be compiled.
 
     Attributes:
-        promised_bytes: Sum over the calls of the layers of what each saves of its own input.
+        promised_bytes: Sum over the calls of the layers of the bytes that a sketch saves of the call's input.
         sketches_anything: Whether any layer that is not exact by its configuration ran in training mode.
 
     Examples:
@@ -48,19 +48,19 @@ class MeasuredSaving(WatchedModules):
         self._reset()
 
     def _reset(self) -> None:
-        # the layer whose forward is running, and how many tensors it has saved so far
+        # the layer whose forward is running, and the number of tensors that it has saved so far
         self._running: nn.Module | None = None
         self._packs = 0
-        # storages that somebody other than a sketched layer saved; and all inputs of sketched layers
+        # storages saved outside sketched layers; and all inputs of sketched layers
         self._saved_elsewhere = StorageSet()
         self._inputs = StorageSet()
-        # inputs that exact layers would keep: those that lie in memory, by key, and fresh copies (casts), in bytes
+        # inputs that exact layers would keep: existing tensors by key, and fresh copies (casts) in bytes
         self._exact_inputs: set[StorageWeakRef] = set()
-        # of these, those that what made them keeps
+        # inputs that are saved by the operation that made them
         self._free_inputs: set[StorageWeakRef] = set()
         self._fresh_bytes = 0
         self._cast_weights: set[int] = set()
-        # calls of sketched layers, by what keeps them from saving anything
+        # calls of sketched layers that save nothing, by reason
         self._shared = self._checkpointed = self._small = 0
         self.promised_bytes = 0
         self.sketches_anything = False
@@ -74,17 +74,17 @@ class MeasuredSaving(WatchedModules):
     def exact_bytes(self) -> int:
         """Bytes that the model would have kept with exact layers."""
         kept, inputs = self._kept.sizes, self._inputs.sizes
-        # without what the sketched layers keep of their own
+        # kept storages, except those that only sketched layers keep
         stays = sum(size for key, size in kept.items() if key in self._saved_elsewhere.sizes or key in inputs)
         return stays + sum(inputs[key] for key in self._exact_inputs - kept.keys()) + self._fresh_bytes
 
     @property
     def saving_bytes(self) -> int:
-        """Bytes saved: negative where sketches cost more than what they replace."""
+        """Bytes saved: negative if sketches take more bytes than the inputs that they replace."""
         return self.exact_bytes - self.kept_bytes
 
     def reasons(self) -> list[str]:
-        """Say what kept the layers from saving what they promise one by one."""
+        """Return the reasons why the saving is less than `promised_bytes`."""
         elsewhere = len((self._exact_inputs & self._saved_elsewhere.sizes.keys()) - self._free_inputs)
         found = {
             "calls share their input with another layer, and exact layers keep it once": self._shared,
@@ -113,7 +113,7 @@ class MeasuredSaving(WatchedModules):
         trains = layer.training and layer.weight.requires_grad
         if trains:
             self._promise(layer, x, compute_dtype(x))
-        # Nothing saved: no gradient is wanted, or a checkpoint has taken over, and an exact layer would keep nothing.
+        # Without a saved tensor (no gradient is needed, or a checkpoint is active) an exact layer would keep nothing.
         if self._packs == 0:
             self._checkpointed += trains
             return
@@ -126,7 +126,7 @@ class MeasuredSaving(WatchedModules):
 
     def _promise(self, layer: SketchedLayer, x: Tensor, dtype: torch.dtype) -> None:
         if is_free_to_keep(x, dtype):
-            # which the layer does
+            # the layer keeps its input
             self._free_inputs.update(map(self._inputs.add, storages_of(x)))
             return
         config, features = layer.rmm_config, x.shape[-1]
@@ -140,8 +140,8 @@ class MeasuredSaving(WatchedModules):
         self.promised_bytes += x.numel() * dtype.itemsize - config.saved_bytes(rows, features, dtype, valid, sequences)
 
     def _expect_input(self, x: Tensor, dtype: torch.dtype) -> None:
-        # A cast, or the copy that flattening a strided input takes, belongs to this call alone: three layers with one
-        # input make three of them.
+        # A cast, or the copy that flattens a strided input, belongs to this call alone: three layers with one input
+        # make three copies.
         if dtype != x.dtype or not flattens_in_place(x):
             self._fresh_bytes += x.numel() * dtype.itemsize
             return
@@ -154,7 +154,7 @@ class MeasuredSaving(WatchedModules):
     def _expect_weight(self, weight: Tensor, dtype: torch.dtype) -> None:
         if dtype == weight.dtype:
             return
-        # autocast casts a trainable float32 leaf once, and everything else anew at each call
+        # autocast casts a trainable float32 leaf once, and other weights anew at each call
         if torch.is_autocast_cache_enabled() and weight.requires_grad and weight.is_leaf:
             if id(weight) in self._cast_weights:
                 return

@@ -1,4 +1,4 @@
-"""Run a model and leave gradients, buffers and the random state as they were; and tell which buffers it changes."""
+"""Run a model and restore its gradients, its buffers and the random state; and find the buffers that a run changes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,16 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# What every module has.
+# Attributes of every module.
 _INTERNALS = frozenset(vars(nn.Module()))
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Run a model without a trace.
+    """Restore gradients, buffers and the random state at the end of the context.
 
-    Gradients are put aside, and given back at the end with the contents of the buffers; what is drawn inside comes from
-    a copy of the random state.
+    Gradients are None at its start. Random numbers inside are drawn from a copy of the random state.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     restorers = [_restorer_of(module) for module in model.modules()]
@@ -44,7 +43,7 @@ def changed_buffers(module: nn.Module, before: dict[str, tuple[Tensor, int, Tens
     now = dict(module.named_buffers(remove_duplicate=False))
     changed = [name for name in now if name not in before]
     for name, (buffer, version, contents) in before.items():
-        # batch norm writes without raising the version; a write of equal contents raises nothing else
+        # batch norm writes without a new version; a write of equal contents changes only the version
         if now.get(name) is not buffer or buffer._version != version or not _same_bits(buffer, contents):
             changed.append(name)
     return changed
@@ -53,13 +52,13 @@ def changed_buffers(module: nn.Module, before: dict[str, tuple[Tensor, int, Tens
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.is_meta:
         return True
-    # as bytes, in which NaN equals itself
+    # compare bytes, since NaN != NaN
     one, other = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (one, other))
     return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _restorer_of(module: nn.Module) -> Callable[[], None]:
-    """Return what gives a module its buffers back, and what else it holds beside parameters, modules and hooks."""
+    """Return a function that restores a module's buffers, and its attributes beside parameters, modules and hooks."""
     buffers = dict(module._buffers)
     contents = {name: buffer.clone() for name, buffer in buffers.items() if buffer is not None}
     non_persistent = set(module._non_persistent_buffers_set)
@@ -70,7 +69,7 @@ def _restorer_of(module: nn.Module) -> Callable[[], None]:
             module._buffers[name] is buffer for name, buffer in buffers.items()
         )
         if not same:
-            # what it says about its buffers goes back with them: the length that a cache was made for
+            # attributes may describe the buffers, such as the length that a cache was made for
             for name in [name for name in vars(module) if name not in _INTERNALS and name not in attributes]:
                 del vars(module)[name]
             vars(module).update(attributes)
@@ -79,7 +78,7 @@ def _restorer_of(module: nn.Module) -> Callable[[], None]:
             module._non_persistent_buffers_set = non_persistent
         for name, content in contents.items():
             buffer = buffers[name]
-            # only what a forward pass has changed: a copy would be noticed by graphs that use the buffer
+            # copy only into changed buffers: each copy raises the version, which graphs that saved the buffer check
             if buffer is not None and not _same_bits(buffer, content):
                 buffer.copy_(content)
 

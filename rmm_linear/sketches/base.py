@@ -1,11 +1,11 @@
-"""A sketch: S^T x and a seed in place of x, and the registry of sketches by name.
+"""The base class of sketches, which keep S^T x and a seed in place of x, and the registry of sketches by name.
 
-The forward pass keeps S^T x and the seed (`compress`), the backward pass forms an unbiased estimate of g^T x out of
-them and S^T g (`backward`).
+The forward pass keeps S^T x and the seed (`compress`); the backward pass forms an unbiased estimate of g^T x from
+S^T x and S^T g (`backward`).
 
 The stored sketch of x is S^T x times a storage scale of about sqrt(rank / rows), in x's dtype: its entries then have
 the size of x's own, where S^T x itself would overflow float16. The sketch of g is S^T g over that scale, in float32
-(float64 for float64), where there is room. The product is the same.
+(float64 for float64), whose range is large enough. The product is unchanged.
 
 Sketches are frozen dataclasses: hashable, comparable, with no state between calls.
 """
@@ -22,29 +22,29 @@ from torch import Tensor
 from rmm_linear import backend
 
 SEED_BYTES = 8
-# Decimal ratios such as 0.3 are meant exactly: 0.3 of 10 rows is 3, although the float is slightly less.
+# Decimal ratios such as 0.3 count as exact fractions: 0.3 of 10 rows is 3, although the float is slightly less.
 _RATIO_DENOMINATOR = 10**6
 # Shape and dtype of a tensor.
 Stored = tuple[tuple[int, ...], torch.dtype]
 
 
 def larger(a: int, b: int) -> int:
-    """Return the larger of two sizes, which may be symbols: `max` would fix them by a guard of the compiler."""
+    """Return the larger of two sizes, which may be SymInts: `max` would add a guard of the compiler."""
     # sym_max of plain numbers can't be traced by torch 2.11
     return torch.sym_max(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else max(a, b)
 
 
 def smaller(a: int, b: int) -> int:
-    """Return the smaller of two sizes, which may be symbols."""
+    """Return the smaller of two sizes, which may be SymInts."""
     return torch.sym_min(a, b) if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt) else min(a, b)
 
 
 class SavedSketch(NamedTuple):
-    """All that a layer keeps for its weight gradient: tensors only, so that checkpointing can replay it.
+    """The seed and the tensors that a layer keeps for its weight gradient.
 
     Attributes:
         seed: 0-d int64; S is a function of it (and, for some sketches, of x).
-        tensors: Most often one tensor S^T x of shape (rank, in).
+        tensors: For most sketches one tensor, S^T x of shape (rank, in).
     """
 
     seed: Tensor
@@ -60,13 +60,13 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 class Sketch(ABC):
     """A random compression of the rows of x that lets g^T x be estimated without bias.
 
-    Subclasses set `name`, under which `RMMConfig(sketch=...)` finds them. `tests/contracts/sketch_contract.py` of this
-    project has the test that each of them has to pass.
+    Subclasses set `name`, under which `RMMConfig(sketch=...)` finds them. Each has to pass the test in
+    `tests/contracts/sketch_contract.py` of this project.
 
     Attributes:
         ratio: Rows kept over rows, in (0, 1].
-        numerator: Of the ratio as the decimal fraction that the user wrote, in integers that a compiler can trace.
-        denominator: Of the same, up to a million.
+        numerator: Numerator of the ratio as an exact decimal fraction, an integer that a compiler can trace.
+        denominator: Denominator of that fraction, at most a million.
     """
 
     ratio: float
@@ -80,12 +80,12 @@ class Sketch(ABC):
         object.__setattr__(self, "denominator", fraction.denominator if fraction else _RATIO_DENOMINATOR)
 
     def rank(self, rows: int) -> int:
-        """Return how many rows are kept of `rows` (a SymInt in a compiler): round(ratio * rows), at least 1 of any."""
+        """Return the number of sketch rows for `rows` (a SymInt in a compiler): round(ratio * rows), at least 1."""
         kept = (2 * self.numerator * rows + self.denominator) // (2 * self.denominator)
         return smaller(rows, larger(1, kept))
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
-        """Return the shapes and dtypes of the tensors that `compress` returns, where compilers find them."""
+        """Return the shapes and dtypes of the tensors that `compress` returns, for compilers."""
         return (((self.rank(rows), features), dtype),)
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Sketch(ABC):
 
         Returns:
             The seed and the tensors to keep for the backward pass. The first tensor is S^T x, of shape (rank, in), and
-            `sketch_gradient` does not read that one: `LowBit` puts other values in its place.
+            `sketch_gradient` does not read that tensor, which `LowBit` replaces by codes.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Sketch(ABC):
 
     @property
     def headroom(self) -> float:
-        """The largest power of 2 up to 2 / ratio: S^T g over the storage scale is larger than g by about 1 / ratio."""
+        """The largest power of 2 up to 2 / ratio: S^T g over the storage scale is about 1 / ratio times g's size."""
         return 2.0 ** math.floor(math.log2(2 / self.ratio))
 
     def backward(
@@ -127,7 +127,7 @@ class Sketch(ABC):
         Args:
             g: Gradient of the output, shape (rows, out).
             saved: The result of `compress`.
-            need_bias: Whether the bias gradient is wanted.
+            need_bias: Whether to return the bias gradient.
             dtype: Dtype of the estimate; float32 (float64 for float64) if None. Sums are formed in float32 anyway.
 
         Returns:
@@ -141,19 +141,19 @@ class Sketch(ABC):
         return sum(math.prod(shape) * each.itemsize for shape, each in self.stored(rows, features, dtype)) + SEED_BYTES
 
     def multiply_adds(self, rows: int) -> int:
-        """Return the multiply-adds of S^T x a column of x, as a FLOP counter counts them: those of products alone."""
+        """Return the multiply-adds of S^T x per column of x, as a FLOP counter counts: of matrix products alone."""
         return 0
 
     @abstractmethod
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         """Return E||estimate - g^T x||_F^2 in closed form, 0-d float64, for x (rows, in) and g (rows, out).
 
-        It is 0 where S S^T = I in every draw, and the estimate so the gradient itself.
+        The variance is 0 if S S^T = I in every draw, so that the estimate is the exact gradient.
         """
 
     @abstractmethod
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return S itself for seeds (draws,), int64: shape (draws, rows, rank), float64. Large: for tests."""
+        """Return S itself for seeds (draws,), int64: shape (draws, rows, rank), float64. Only for tests: S is large."""
 
 
 class ObliviousSketch(Sketch):
@@ -163,8 +163,8 @@ class ObliviousSketch(Sketch):
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         """Return S^T (y - 1 mean^T), shape (rank, features).
 
-        With `gradient` it is the sketch of g: over the storage scale, in float32 (float64 for float64). Otherwise it is
-        that of x: times the scale, in y's dtype.
+        With `gradient` the result is the sketch of g: over the storage scale, in float32 (float64 for float64).
+        Otherwise it is the sketch of x: times the scale, in y's dtype.
         """
 
     def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
@@ -178,7 +178,7 @@ SKETCHES: dict[str, type[Sketch]] = {}
 
 
 def register(sketch: type[Sketch]) -> type[Sketch]:
-    """Enter a class that is made as `sketch(ratio=...)` under its `name`; a decorator, also for other packages.
+    """Register a sketch class, made as `sketch(ratio=...)`, under its `name`; a decorator, also for other packages.
 
     Raises:
         ValueError: If the name is taken by another class.

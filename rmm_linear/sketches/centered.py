@@ -3,8 +3,8 @@
     grad_weight = (column sum of g) mu^T  +  sketched (g - 1 nu^T)^T (x - 1 mu^T),      mu, nu the column means
 
 The first term is exact and nearly free, since the column sum of g is the bias gradient. The rows of x - 1 mu^T add up
-to zero, so that g may be centred too with nothing stored. The variance is the inner sketch's on both centred matrices:
-the energy of both means is gone from it.
+to zero, so that g may be centred too without storing nu. The variance is the inner sketch's on both centred matrices,
+without the energy of both means.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ def column_means(y: Tensor) -> Tensor:
 
 
 def centred(y: Tensor) -> Tensor:
-    """Return y - 1 mean^T in float32 (float64 for float64), which is sketched in the place of x or g."""
+    """Return y - 1 mean^T in float32 (float64 for float64)."""
     return y.to(accumulate_dtype(y.dtype)) - column_means(y)
 
 
 @dataclass(frozen=True)
 class Centered(Sketch):
-    """Any sketch, applied to the centred input. Not in the registry: `RMMConfig(center=True)` puts it around one.
+    """Any sketch, applied to the centred input. Not in the registry: `RMMConfig(center=True)` wraps a sketch.
 
     Attributes:
         inner: The sketch of the centred rows.
@@ -46,7 +46,7 @@ class Centered(Sketch):
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
         """Return the inner sketch's tensors, and the mean.
 
-        Rounding the mean to a half precision would leave a bias of 2**-9 of its part, since g is centred too.
+        Since g is centred too, a mean rounded to half precision would give the first term a relative bias of 2**-9.
         """
         return *self.inner.stored(rows, features, dtype), ((features,), accumulate_dtype(dtype))
 
@@ -66,7 +66,7 @@ class Centered(Sketch):
     ) -> tuple[Tensor, Tensor | None]:
         column_sum = g.sum(0) if need_bias else None
         compute = accumulate_dtype(g.dtype)
-        # The bias gradient is summed as nn.Linear sums it; a half-precision sum is too coarse for the mean's part.
+        # The bias gradient is summed as in nn.Linear; a half-precision sum is too coarse for the first term.
         total = column_sum if column_sum is not None and g.dtype == compute else g.sum(0, dtype=compute)
         grad_weight = self.grad_weight(g, saved, mean=total / max(1, g.shape[0]))
         grad_weight.addr_(total, saved.tensors[-1].to(compute))

@@ -1,12 +1,12 @@
-"""The sums that the closed-form variances are made of.
+"""The sums in the closed-form variances.
 
 With P = ||x||^2, Q = ||g||^2, C = ||x^T g||^2 and s = sum_i ||x_i||^2 ||g_i||^2, every sketch's
 E||estimate - g^T x||_F^2 is a combination of a few such sums; each sketch's `variance` derives its own.
 
-Precision. Products of rows are formed in float32, slab by slab, and everything that is summed over slabs, squared or
-subtracted is float64. Float64 products would take twice the time on a CPU and up to 64 times on a GPU, for digits that
-no estimate of a variance needs: the sums agree with float64's to about 1e-6. Float64 inputs stay float64 throughout,
-and so does what float32 squares can't hold (`product_dtype`).
+Precision. Products of rows are formed in float32, slab by slab; sums over slabs, squares and differences are float64.
+Float64 products would take twice the time on a CPU and up to 64 times on a GPU, for digits that no estimate of a
+variance needs: the sums agree with float64's to about 1e-6. Products are float64 for float64 inputs, and for inputs
+whose squares exceed the range of float32 (`product_dtype`).
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements that a closed form copies or widens at a time.
+# The most elements that a closed form copies or casts at a time.
 SLAB_ELEMENTS = 1 << 22
-# Largest elements whose squares, and sums of very many of them, float32 holds well.
+# Range of magnitudes whose squares, and long sums of squares, float32 holds.
 _LEAST, _MOST = 1e-15, 1e12
 
 
 class GradientSums(NamedTuple):
-    """Sums over one (x, g) pair, float64; 0-d but for the last two.
+    """Sums over one (x, g) pair, float64; all but the last two are 0-d.
 
     Attributes:
         rows: Number of rows n.
@@ -43,9 +43,9 @@ class GradientSums(NamedTuple):
 
 
 def product_dtype(*operands: Tensor) -> torch.dtype:
-    """Return the dtype in which products of rows are to be formed. Waits for the device.
+    """Return the dtype in which to form products of rows. Synchronises the device.
 
-    float32; float64 if an operand is float64, or too large or small for its squares to be held in float32.
+    The dtype is float64 if an operand is float64, or has squares outside the range of float32; else float32.
     """
     if any(y.dtype == torch.float64 for y in operands):
         return torch.float64
@@ -53,7 +53,7 @@ def product_dtype(*operands: Tensor) -> torch.dtype:
         if y.numel():
             low, high = torch.stack(y.aminmax()).tolist()
             largest = max(-low, high)
-            # NaN is in no range
+            # a comparison with NaN is False
             if largest != 0 and not _LEAST <= largest <= _MOST:
                 return torch.float64
     return torch.float32
@@ -72,7 +72,7 @@ def row_squares(y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def row_inner_products(y: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the inner product of every row with another one, by number in `others` (rows,); float64."""
+    """Return the inner product of every row i with row others[i], shape (rows,), float64."""
     step = max(1, SLAB_ELEMENTS // max(1, y.shape[1]))
     found = [
         (y.index_select(0, other).to(dtype) * y[start : start + step].to(dtype)).sum(1).double()
@@ -85,7 +85,7 @@ def gradient_sums(x: Tensor, g: Tensor) -> GradientSums:
     """Return P, Q, C and s of x (rows, in) and g (rows, out), in float64."""
     dtype = product_dtype(x, g)
     x_rows, g_rows = row_squares(x, dtype), row_squares(g, dtype)
-    # Rows without a gradient, padding most often, have no part in the product.
+    # Rows without a gradient, most often padding, contribute nothing to the product.
     rows = g_rows.nonzero().squeeze(1)
     gradient = torch.zeros(g.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
     step = max(1, SLAB_ELEMENTS // max(1, x.shape[1] + g.shape[1]))

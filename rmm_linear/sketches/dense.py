@@ -1,7 +1,7 @@
 """Dense sketches: S has independent entries of mean 0 and variance 1 / rank.
 
 Gaussian. N(0, 1 / rank) entries (Bershatsky et al. 2022, the paper's main choice). Its variance is (P Q + C) / r, by
-Isserlis' theorem on the products of four normals; no factor vanishes at full rank: at ratio 1 the gradient is noisy.
+Isserlis' theorem on the products of four normals. The variance does not vanish at ratio 1.
 
 Rademacher. +-1 / sqrt(rank) entries. The diagonal of S S^T is 1 in every draw, and two entries off it are uncorrelated
 unless they are the same pair, with mean square 1 / r. Its variance is (P Q + C - 2 s) / r, slightly less.
@@ -20,7 +20,7 @@ from rmm_linear.sketches.closed_forms import gradient_sums
 
 @dataclass(frozen=True)
 class DenseProjection(ObliviousSketch):
-    """Independent entries of mean 0 and variance 1 / rank. Costs rows * rank * in multiply-adds."""
+    """Independent entries of mean 0 and variance 1 / rank, for rows * rank * in multiply-adds."""
 
     gaussian: ClassVar[bool]
 
@@ -35,7 +35,7 @@ class DenseProjection(ObliviousSketch):
 
     def grad_weight(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         found = None
-        # in plain torch the cheaper of two orders of products; a subclass with an S of its own has one order
+        # plain torch takes the cheaper of two orders of products; a subclass with its own `project` has one order
         if all(getattr(type(self), name) is getattr(DenseProjection, name) for name in ("project", "sketch_gradient")):
             sketched_x = saved.tensors[0]
             scale = _gradient_scale(g.shape[0], sketched_x.shape[0])
@@ -53,7 +53,7 @@ class DenseProjection(ObliviousSketch):
 @register
 @dataclass(frozen=True)
 class Gaussian(DenseProjection):
-    """Independent normal entries. Costs rows * rank * in multiply-adds, rows / 64 times what `Hadamard` needs."""
+    """Independent normal entries, for rows * rank * in multiply-adds, rows / 64 times as many as `Hadamard`."""
 
     name: ClassVar[str] = "gaussian"
     gaussian: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class Gaussian(DenseProjection):
 @register
 @dataclass(frozen=True)
 class Rademacher(DenseProjection):
-    """Independent fair signs over sqrt(rank). Costs what the Gaussian costs; 32 of its entries take one random word."""
+    """Independent fair signs over sqrt(rank), at the Gaussian's cost; one random word gives 32 entries."""
 
     name: ClassVar[str] = "rademacher"
     gaussian: ClassVar[bool] = False
@@ -74,10 +74,10 @@ class Rademacher(DenseProjection):
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         sums = gradient_sums(x, g)
         pairs = sums.x_squared * sums.g_squared + sums.gradient_squared - 2 * sums.row_products
-        # rounding may leave a little less than nothing
+        # rounding may give a value slightly below 0
         return pairs.clamp(min=0) / max(1, self.rank(sums.rows))
 
 
 def _gradient_scale(rows: int, rank: int) -> float:
-    """The factor of +-1 or normal entries on g, which makes its product with that on x 1 / rank."""
+    """The factor of +-1 or normal entries on g; its product with the factor on x is 1 / rank."""
     return max(1, rows) ** 0.5 / max(1, rank)

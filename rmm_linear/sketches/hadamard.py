@@ -1,12 +1,12 @@
 """Strided-block Hadamard sketch, the default: as cheap as one skinny matmul, and orthogonal.
 
 In each block of b rows, S_k^T = H[columns] diag(signs) / sqrt(p): random signs, and p rows of a Hadamard matrix of
-order b, each pair of rows equally likely. It costs rows * p * in multiply-adds in place of a dense sketch's
-rows * rank * in, and since H is orthogonal its variance vanishes with p -> b, where a dense Gaussian's stays.
+order b, each pair of rows equally likely. The sketch takes rows * p * in multiply-adds instead of a dense sketch's
+rows * rank * in, and since H is orthogonal its variance vanishes with p -> b, unlike a dense Gaussian's.
 
 Variance. For i != j of one block, the entry of S S^T is s_i s_j / p times a sum of p of the b values H_ci H_cj = +-1,
-which add up to 0; a sample of these in which each pair is equally likely has the mean square p (b - p) / (b - 1). Its
-diagonal is 1 in every draw, and the signs make different pairs uncorrelated, blocks included. Hence
+which add up to 0; a sample of p values in which each pair is equally likely has the mean square p (b - p) / (b - 1).
+The diagonal of S S^T is 1 in every draw, and the signs make different pairs uncorrelated, across blocks too. Hence
 
     (b - p) / (p (b - 1)) * sum over blocks of (P_k Q_k + C_k - 2 s_k)
 """
@@ -26,7 +26,7 @@ _BLOCK = 64
 
 
 def _block_grams(y: Tensor, blocks: int, block_rows: int) -> Tensor:
-    """Gram matrices of the blocks, (blocks, block_rows, block_rows): small, where x^T g of each would be large."""
+    """Gram matrices of the blocks, (blocks, block_rows, block_rows), smaller than each block's x^T g."""
     rows, features = y.shape
     dtype = product_dtype(y)
     grams = torch.empty((blocks, block_rows, block_rows), dtype=torch.float64, device=y.device)
@@ -44,14 +44,14 @@ def _block_grams(y: Tensor, blocks: int, block_rows: int) -> Tensor:
 @register
 @dataclass(frozen=True)
 class Hadamard(ObliviousSketch):
-    """Strided blocks of at most 64 rows, each mixed by random signs and a random part of a Hadamard matrix.
+    """Strided blocks of at most 64 rows, each mixed by random signs and random rows of a Hadamard matrix.
 
-    `rows` rows form K = ceil(rows / 64) blocks (block k holds rows k, k + K, k + 2K, ...), of which
-    p = floor(ratio * rows / K) combinations each are kept, at least one: never more than round(ratio * rows) rows,
+    `rows` rows form K = ceil(rows / 64) blocks (block k holds rows k, k + K, k + 2K, ...). Of each block,
+    p = floor(ratio * rows / K) combinations are kept, at least one: in all at most round(ratio * rows) rows,
     and 6 of 64 for a ratio of 0.1. Below a ratio of 1/32 the blocks are larger, 2 / ratio rounded up to a power of 2.
 
     Attributes:
-        block: Most rows of a block.
+        block: The most rows of a block.
     """
 
     block: int = field(init=False, repr=False, compare=False)
@@ -63,7 +63,7 @@ class Hadamard(ObliviousSketch):
         object.__setattr__(self, "block", max(_BLOCK, 1 << (needed - 1).bit_length()))
 
     def geometry(self, rows: int) -> tuple[int, int]:
-        """Return the number of blocks and the Hadamard rows kept of each; `rows` may be a SymInt."""
+        """Return the number of blocks and the kept combinations of each; `rows` may be a SymInt."""
         if isinstance(rows, int) and rows == 0:
             return 0, 1
         blocks = (rows + self.block - 1) // self.block
@@ -76,8 +76,8 @@ class Hadamard(ObliviousSketch):
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         rows = y.shape[0]
         blocks, kept = self.geometry(rows)
-        # A combination of the +-1 is larger than x's elements by the root of the rows of a block: x's are stored at
-        # about the size of its elements, by a power of 2, which rounds nothing. The product of both scales is 1 / kept.
+        # A combination with signs is about sqrt(rows of a block) times as large as an element of x. The scale of x, a
+        # power of 2, which does not round, undoes this. The product of the scales of x and g is 1 / kept.
         scale = 2.0 ** round(math.log2((max(1, rows) / max(1, blocks)) ** -0.5))
         dtype = y.dtype
         if gradient:
@@ -97,7 +97,7 @@ class Hadamard(ObliviousSketch):
         x_gram, g_gram = (_block_grams(y, blocks, block_rows) for y in (x, g))
         x_rows, g_rows = x_gram.diagonal(dim1=1, dim2=2), g_gram.diagonal(dim1=1, dim2=2)
         pairs = x_rows.sum(1) * g_rows.sum(1) + (x_gram * g_gram).sum((1, 2)) - 2 * (x_rows * g_rows).sum(1)
-        # rounding may leave a little less than nothing
+        # rounding may give a value slightly below 0
         return (order - kept) / (kept * (order - 1)) * pairs.sum().clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:

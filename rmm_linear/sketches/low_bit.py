@@ -1,18 +1,17 @@
-"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, rounded at random.
+"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, with stochastic rounding.
 
 Rounding that is unbiased for every stored element leaves the estimate of g^T x unbiased: (S^T g)^T E[q(S^T x)] =
-(S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (`rmm_linear_kernels.low_bit` tells how and
-why), which adds 3 % to the bytes where the stored rows fill their groups, and 2 or 4 bytes a column for a group that is
-not full. An element of four bits instead of sixteen leaves room for four times the rank, which is worth far more than
-what the rounding costs.
+(S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (see `rmm_linear_kernels.low_bit`). They add
+3 % to the bytes if the stored rows fill their groups; a group that is not full adds 2 or 4 bytes a column. Four bits
+instead of sixteen an element allow four times the rank in the same bytes, which lowers the variance far more than
+rounding raises it.
 
-Variance. The errors of any two elements are independent of each other and, given S, of everything else:
+Variance. The errors of any two elements are pairwise independent and, given S, independent of x and g:
 
     E||estimate - g^T x||^2 = inner sketch's + E_S[ sum_k ||(S^T g)_k||^2 sum_j e_kj ]
 
-with e_kj = step_kj^2 / 12. Steps follow the largest and the smallest of S^T x, so that the second term has no closed
-form in x and g; `LowBit.variance` averages it over draws of S. Without a sketch (S = I) there is nothing to average:
-exact.
+with e_kj = step_kj^2 / 12. Steps follow the largest and the smallest element of S^T x, so that the second term has no
+closed form in x and g; `LowBit.variance` averages it over draws of S. Without a sketch (S = I) the formula is exact.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,20 +28,20 @@ STORAGES = tuple(backend.STORAGE_BITS)
 # Bits of a column's codes that share a step and an offset of 32 bits: 128 rows of int8, 256 of int4, 512 of int2, for
 # 3.125 % more bytes.
 _GROUP_BITS = 1024
-# Tensors that the codes take: codes, steps, offsets.
+# Number of tensors of a quantized matrix: codes, steps, offsets.
 _PARTS = 3
 
 
 @dataclass(frozen=True)
 class LowBit(Sketch):
-    """Any sketch, or none, held in 8, 4 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes one.
+    """Any sketch, or none, held in 8, 4 or 2 bits a value. Not in the registry: `RMMConfig(storage=...)` makes it.
 
     Attributes:
         inner: The sketch whose S^T x is held, or None to hold x itself (ratio 1).
         storage: "int8", "int4" or "int2".
         group: Rows of a column that share a step and an offset.
-        draws: Draws of S over which `variance` averages the rounding's part; always the same ones. At 32, that part is
-            good to about 2 % for layers of a few dozen features, and to less for wider ones.
+        draws: Draws of S, with fixed seeds, over which `variance` averages the rounding's part. With 32 draws its
+            relative error is about 2 % for layers of a few dozen features, and less for wider layers.
 
     Raises:
         ValueError: If the storage is unknown, there are no draws, or `inner` is centred or low-bit itself.
@@ -59,11 +58,11 @@ class LowBit(Sketch):
             raise ValueError(f"storage={self.storage!r} is unknown; choose one of {', '.join(STORAGES)}, or None")
         if isinstance(self.inner, (Centered, LowBit)):
             raise ValueError(
-                f"inner is a {type(self.inner).__name__}, whose parts can't be rounded as one; put Centered around"
+                f"inner is a {type(self.inner).__name__}, whose tensors can't be rounded together; put Centered around"
                 " LowBit"
             )
         if self.draws < 1:
-            raise ValueError(f"draws={self.draws} average nothing; pass at least 1")
+            raise ValueError(f"draws={self.draws} give no average; pass at least 1")
         object.__setattr__(self, "group", _GROUP_BITS // backend.STORAGE_BITS[self.storage])
         object.__setattr__(self, "ratio", 1.0 if self.inner is None else self.inner.ratio)
         super().__post_init__()
@@ -96,9 +95,9 @@ class LowBit(Sketch):
             wide = g.to(accumulate_dtype(g.dtype))
             if mean is None:
                 return wide
-            # in place on a copy of our own: g in float32 is large enough once
+            # in place if `to` has made a copy: a second float32 copy of g would be large
             return wide - mean if wide is g else wide.sub_(mean)
-        # Where the inner sketch looks for its values there are codes now; it needs the tensors after them.
+        # The inner sketch does not read its first tensor, in whose place the codes are, but needs its other tensors.
         inner = SavedSketch(saved.seed, (saved.tensors[0], *saved.tensors[_PARTS:]))
         return self.inner.sketch_gradient(g, inner, mean=mean)
 
@@ -125,7 +124,7 @@ class LowBit(Sketch):
         return (row_squares(sketched_g) * elements.sum(1)).sum()
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
-        """Return the inner sketch's S, the identity without one; what is stored differs from S^T x by the rounding."""
+        """Return the inner sketch's S, or the identity; the stored values differ from S^T x by the rounding."""
         if self.inner is not None:
             return self.inner.dense(x, seeds)
         rows = x.shape[0]
@@ -133,7 +132,7 @@ class LowBit(Sketch):
 
 
 def with_draws(sketch: Sketch, draws: int) -> Sketch:
-    """Return the sketch with another number of draws in `LowBit.variance`: few are enough to watch a training run."""
+    """Return the sketch with another number of draws in `LowBit.variance`: a few suffice to monitor a training run."""
     if isinstance(sketch, Centered):
         return Centered(with_draws(sketch.inner, draws))
     return replace(sketch, draws=draws) if isinstance(sketch, LowBit) else sketch

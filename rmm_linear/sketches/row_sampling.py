@@ -1,4 +1,4 @@
-"""Sketches that keep rows of x: a uniform subset, CRS and WTA-CRS. None waits for the device.
+"""Sketches that keep rows of x: a uniform subset, CRS and WTA-CRS, all without a device synchronisation.
 
 Uniform. A subset without replacement: the cheapest sketch, and the baseline of all others. Its variance has the finite
 population's factor: (n - r) / (r (n - 1)) * (n s - C).
@@ -8,17 +8,17 @@ algorithms for matrices I"). Of r independent draws of g_i x_i^T / p_i the varia
 (sum_i ||x_i||^2 ||g_i||^2 / p_i - C) / r.
 
 WTA-CRS (Liu et al. 2023, "Winner-Take-All Column Row Sampling", arXiv 2305.15265, section 3). The k rows of largest
-probability are kept as they are, the others drawn with replacement from the rest, with q = p renormalised there. k
+probability are kept exactly, the others drawn with replacement from the rest, with q = p renormalised there. k
 minimises (1 - sum of its p) / (r - k), the factor in front of the drawn part's variance
 (sum over the rest of ||x_i||^2 ||g_i||^2 / q_i - ||sum over the rest of g_i x_i^T||^2) / (r - k).
 
-Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 where the norm is not
-zero (fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an
-int64 cumulative sum is deterministic on every device (a float one on CUDA is not), and the scales use the very p_i that
-the draws have, so that the rounding costs no bias.
+Importance sampling runs on integer weights: w_i = round(2**40 * norm_i / max norm), at least 1 if the norm is not zero
+(fewer bits beyond 2**22 rows, so that the sum fits). The probabilities are then exactly p_i = w_i / sum(w), an int64
+cumulative sum is deterministic on every device (a float sum on CUDA is not), and the scales use exactly the p_i of the
+draws, so that the rounding adds no bias.
 
-With norms of the gradient's rows, which `rmm_linear.norm_cache` remembers from the epoch before, rows are drawn by the
-products ||x_i|| c_i, for which WTA-CRS was published; see `sampling_norms`.
+With norms c_i of the gradient's rows, which `rmm_linear.norm_cache` remembers from the previous epoch, rows are drawn
+by the products ||x_i|| c_i, as WTA-CRS was published; see `sampling_norms`.
 """
 
 from abc import abstractmethod
@@ -34,9 +34,9 @@ from rmm_linear.sketches.closed_forms import gradient_sums
 
 _WEIGHT_BITS = 40
 _SUM_BITS = 62
-# Elements of x that are widened at a time.
+# Elements of x that are cast at a time.
 _SLAB_ELEMENTS = 1 << 20
-# Part of the probabilities that follows ||x_i|| alone, whatever the norms of the gradient's rows were.
+# Part of the probabilities that is proportional to ||x_i|| alone, for any norms of the gradient's rows.
 _OWN_SHARE = 0.1
 
 
@@ -53,7 +53,7 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
     """Return the Euclidean norm of every row of x - 1 mean^T, shape (rows,), float64."""
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], dtype=torch.float64)
-    # float64: the squares of 1e-30 and 1e30 neither vanish nor overflow. By slabs: a wide copy of x would be large.
+    # float64: the squares of 1e-30 and 1e30 neither vanish nor overflow. By slabs: a float64 copy of x would be large.
     slabs = x.split(max(1, _SLAB_ELEMENTS // x.shape[1]))
     wide = (slab.double() if mean is None else slab.double() - mean.double() for slab in slabs)
     return torch.cat([torch.linalg.vector_norm(slab, dim=1) for slab in wide])
@@ -62,11 +62,11 @@ def row_norms(x: Tensor, mean: Tensor | None) -> Tensor:
 def sampling_norms(x: Tensor, mean: Tensor | None, gradient_norms: Tensor | None) -> Tensor:
     """Return the weights by which rows are drawn, shape (rows,), float64: ||x_i||, or 0.9 ||x_i|| c_i + 0.1 ||x_i||.
 
-    Both terms of the sum are divided by their totals. c_i (rows,) is a norm that the gradient's row had before: the
-    less it has changed, the smaller the variance. The estimate is unbiased whatever c_i is, since a row with a norm
-    keeps a tenth of the weight that it had without c_i (a defensive mixture, Hesterberg 1995, "Weighted Average
-    Importance Sampling and Defensive Mixture Distributions"). Where c_i is negative or not finite it is not known, and
-    taken for the mean of the others.
+    Both terms of the sum are divided by their totals. c_i (rows,) is an earlier norm of the gradient's row: the less
+    the norm has changed, the smaller the variance. The estimate is unbiased for any c_i, since a row with a norm keeps
+    a tenth of the weight that it had without c_i (a defensive mixture, Hesterberg 1995, "Weighted Average Importance
+    Sampling and Defensive Mixture Distributions"). A c_i that is negative or not finite is unknown, and replaced by the
+    mean of the known norms.
 
     Raises:
         ValueError: If there is not one norm for each row.
@@ -76,7 +76,7 @@ def sampling_norms(x: Tensor, mean: Tensor | None, gradient_norms: Tensor | None
         return norms
     if gradient_norms.shape != norms.shape:
         raise ValueError(
-            f"{x.shape[0]} rows have gradient norms of shape {tuple(gradient_norms.shape)}; pass one a row"
+            f"{x.shape[0]} rows have gradient norms of shape {tuple(gradient_norms.shape)}; pass one norm a row"
         )
     known = gradient_norms.to(torch.float64)
     is_known = known.isfinite() & (known >= 0)
@@ -89,18 +89,18 @@ def sampling_norms(x: Tensor, mean: Tensor | None, gradient_norms: Tensor | None
 
 def integer_weights(norms: Tensor) -> Tensor:
     """Return the sampling weights of rows with these norms, up to a common factor; shape (rows,), int64."""
-    # A row with a NaN or an infinity counts as a heavy one; `_nan_if_not_finite` makes the gradient show it.
+    # A row with a NaN or an infinity gets the largest weight; `_nan_if_not_finite` makes the gradient NaN.
     finite = torch.where(norms.isfinite(), norms, 0)
     largest = finite.amax().clamp(min=torch.finfo(torch.float64).tiny)
     relative = torch.where(norms.isfinite(), finite / largest, 1)
     weights = torch.round(relative * 2.0 ** min(_WEIGHT_BITS, _SUM_BITS - norms.numel().bit_length())).to(torch.int64)
     weights = torch.maximum(weights, (relative > 0).to(torch.int64))
-    # No row at all has a norm: every draw gives a zero row, so draw uniformly.
+    # If all rows are zero, every draw gives a zero row: draw uniformly.
     return torch.where(weights.amax() > 0, weights, torch.ones_like(weights))
 
 
 def _nan_if_not_finite(norms: Tensor) -> Tensor:
-    """1, or NaN where a row holds a NaN or an infinity, which sampling may miss and the exact gradient would not."""
+    """1, or NaN if a row has a NaN or an infinity: sampling may miss that row, but the exact gradient would be NaN."""
     return norms.new_ones(()).masked_fill_(norms.isfinite().all().logical_not(), torch.nan)
 
 
@@ -110,7 +110,7 @@ def _variance_of_draws(x: Tensor, g: Tensor, weights: Tensor, draws: int) -> Ten
     products = sums.x_rows * sums.g_rows
     # A row of weight 0 is a zero row: its product is 0 as well.
     weighted = torch.where(weights > 0, products * weights.sum() / weights.clamp(min=1), 0)
-    # rounding may leave a little less than nothing
+    # rounding may give a value slightly below 0
     return (weighted.sum() - sums.gradient_squared).clamp(min=0) / draws
 
 
@@ -120,10 +120,10 @@ def _targets(fractions: Tensor, total: Tensor) -> Tensor:
 
 
 def winners(weights: Tensor, *, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose WTA-CRS's kept set: its k is `rank` where no more than `rank` rows have a norm.
+    """Choose WTA-CRS's kept set: k is `rank` if at most `rank` rows are not zero.
 
     Returns:
-        Row numbers in falling order of weight (rows,), their weights, cumulative sums of these, and k, 0-d; all int64.
+        Row numbers in falling order of weight (rows,), their weights, cumulative weights, and k, 0-d; all int64.
     """
     weights, order = torch.sort(weights, descending=True, stable=True)
     ends = weights.cumsum(0)
@@ -161,7 +161,7 @@ class RowsWithoutReplacement(ObliviousSketch):
         if rank == sums.rows:
             return torch.zeros_like(sums.gradient_squared)
         population = (sums.rows - rank) / (rank * (sums.rows - 1))
-        # rounding may leave a little less than nothing
+        # rounding may give a value slightly below 0
         return population * (sums.rows * sums.row_products - sums.gradient_squared).clamp(min=0)
 
 
@@ -169,7 +169,7 @@ class RowsWithoutReplacement(ObliviousSketch):
 class ColumnRowSampling(Sketch):
     """Rows sampled with probabilities proportional to their norms; S depends on x.
 
-    The rows are stored as they are, and all of S's weight goes on the rows of g: nothing can overflow.
+    The rows are stored unscaled, and the entries of S multiply the rows of g alone: the stored rows can't overflow.
     """
 
     def stored(self, rows: int, features: int, dtype: torch.dtype) -> tuple[Stored, ...]:
@@ -234,14 +234,14 @@ class CRS(ColumnRowSampling):
 @register
 @dataclass(frozen=True)
 class WTACRS(ColumnRowSampling):
-    """The heaviest rows as they are, the rest drawn with replacement by their norms."""
+    """The rows of largest norm, kept exactly, and other rows drawn with replacement by their norms."""
 
     name: ClassVar[str] = "wta_crs"
 
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
         fractions, factor = backend.random.fractions(seeds, rank), _nan_if_not_finite(norms)
         order, weights, ends, size = winners(integer_weights(norms), rank=rank)
-        # gathered: an index of no dimension would be read by the host
+        # gather: indexing with a 0-d tensor would synchronise
         before_tail = torch.where(size > 0, ends.gather(0, (size - 1).clamp(min=0).view(1)).squeeze(0), 0)
         tail = ends[-1] - before_tail
         position = torch.searchsorted(ends, _targets(fractions, tail) + before_tail, right=True)

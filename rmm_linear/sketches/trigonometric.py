@@ -2,7 +2,7 @@
 
 S = sqrt(n / r) D Q[:, columns] with random signs D and an orthonormal Q. The DFT is in its real form: column 0 is
 constant; columns 2 f - 1 and 2 f are sqrt(2 / n) times the cosine and the sine of 2 pi i f / n; for an even n the last
-column is the alternating one. So `rank` counts stored reals.
+column alternates. So `rank` counts stored real numbers.
 
 Variance. Let A = S S^T without the signs, f = n (n - r) / (r (n - 1)) and M_ij = sum_c Q_ic^2 Q_jc^2. Drawing r of the
 n columns without replacement gives, with G = g g^T and X = x x^T,
@@ -13,7 +13,7 @@ and the row signs make different pairs uncorrelated, so that
 
     E||estimate - g^T x||^2 = f [ sum_ij M_ij (||g_i||^2 ||x_j||^2 + 2 G_ij X_ij) - 2 sum_i M_ii s_i - C / n ].
 
-For both transforms the trigonometric sums close: M_ij = alpha + (1 / 2n) * #{partners q : q(i) = j}, where the partners
+For both transforms the sums have a closed form: M_ij = alpha + (1 / 2n) * #{partners q : q(i) = j}, where the partners
 of row i are, modulo n: the DCT's i and n - 1 - i; the DFT's i and -i and, for an even n, i + n / 2 and n / 2 - i.
 alpha makes the rows of M add up to 1. (All |Q_ij|^2 equal to 1 / n gives the Hadamard sketch's form.)
 """
@@ -36,14 +36,14 @@ _SLAB_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class TrigonometricSketch(ObliviousSketch):
-    """Random row signs, an orthonormal trigonometric transform over the rows, `rank` random columns of it."""
+    """Random row signs, and `rank` random columns of an orthonormal trigonometric transform over the rows."""
 
     def project(self, y: Tensor, seed: Tensor, mean: Tensor | None, *, gradient: bool) -> Tensor:
         (rows, features), rank, compute = y.shape, self.rank(y.shape[0]), accumulate_dtype(y.dtype)
         scale, dtype = (rows / max(1, rank), compute) if gradient else (1.0, y.dtype)
         if rows == 0:
             return y.new_empty((rank, features), dtype=dtype)
-        # The factor goes on the signs: the bare sums of 1e30-sized rows could overflow.
+        # The factor multiplies the signs: unscaled sums of rows near 1e30 could overflow.
         signs = backend.random.signs(seed, rows, dtype=compute).mul_(scale).unsqueeze(1)
         columns = backend.random.subset(seed, rows, rank)
         out = y.new_empty((rank, features), dtype=dtype)
@@ -61,7 +61,7 @@ class TrigonometricSketch(ObliviousSketch):
 
     @abstractmethod
     def partners(self, row: Tensor) -> list[Tensor]:
-        """Return, for every row 0 .. n - 1, the rows with which its squared entries of Q correlate, itself first."""
+        """Return for each row 0 .. n - 1 the rows of Q whose squared entries correlate with its own, itself first."""
 
     def variance(self, x: Tensor, g: Tensor) -> Tensor:
         n, rank = x.shape[0], self.rank(x.shape[0])
@@ -78,7 +78,7 @@ class TrigonometricSketch(ObliviousSketch):
             gram = row_inner_products(g, partner, dtype) * row_inner_products(x, partner, dtype)
             fixed = (partner == row) * x_rows * g_rows
             total = total + ((g_rows * x_rows[partner]).sum() + 2 * gram.sum() - 2 * fixed.sum()) / (2 * n)
-        # rounding may leave a little less than nothing
+        # rounding may give a value slightly below 0
         return n * (n - rank) / (rank * (n - 1)) * (total - sums.gradient_squared / n).clamp(min=0)
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ class TrigonometricSketch(ObliviousSketch):
 @register
 @dataclass(frozen=True)
 class DCT(TrigonometricSketch):
-    """Random row signs, the orthonormal DCT-II over the rows, `rank` random columns of it."""
+    """Random row signs, and `rank` random columns of the orthonormal DCT-II over the rows."""
 
     name: ClassVar[str] = "dct"
 
     def transformed(self, y: Tensor, columns: Tensor) -> Tensor:
-        """Return rows of the DCT-II by one FFT of the even rows and the reversed odd ones (Makhoul 1980)."""
+        """Return rows of the DCT-II by one FFT of the even rows and the reversed odd rows (Makhoul 1980)."""
         n = y.shape[0]
         spectrum = torch.fft.fft(torch.cat((y[::2], y[1::2].flip(0))), dim=0).index_select(0, columns)
         angle = columns.to(y.dtype).mul_(-math.pi / (2 * n))
@@ -115,7 +115,7 @@ class DCT(TrigonometricSketch):
 @register
 @dataclass(frozen=True)
 class DFT(TrigonometricSketch):
-    """Random row signs, the orthonormal real DFT over the rows, `rank` random columns of it."""
+    """Random row signs, and `rank` random columns of the orthonormal real DFT over the rows."""
 
     name: ClassVar[str] = "dft"
 

@@ -1,13 +1,13 @@
-"""Which layer should keep how much: the sketches of least variance under a budget of bytes, and the other way round.
+"""Choose sketches for all layers: the least variance within a budget of bytes, or the fewest bytes within a variance.
 
 Gradients of different layers are sketched with independent seeds, so that their variances add, and so do their bytes.
-One option of every layer is to be taken: a multiple-choice knapsack problem.
+Choosing one option for every layer is a multiple-choice knapsack problem.
 
 Each layer starts at its lightest option and walks along the edges of the lower convex hull of its (bytes, variance): of
-all layers' edges the steepest one first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit
-is left out, and with it the layer's further edges. The linear relaxation walks the same way and ends with the part of
-this edge that fits, so that no choice costs less. An `Allocation` states its gap to this bound, which is less than the
-gain of one edge.
+all layers' edges the steepest first, which gains most a byte (Sinha and Zoltners 1979). An edge that does not fit is
+skipped, and with it the layer's further edges. The linear relaxation walks the same way and ends with the fraction of
+the first such edge that fits: a lower bound for every choice. An `Allocation` states its gap to this bound, which is
+less than the gain of one edge.
 """
 
 import math
@@ -24,17 +24,17 @@ from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
 
-# By this much sums may be off: float64 leaves 1e-16 for each of some hundred terms.
+# The rounding error of sums: float64 leaves 1e-16 for each of some hundred terms.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way in which a layer may keep its input.
+    """A configuration that a layer may have, with its bytes and its variance.
 
     Attributes:
         config: The configuration.
-        saved_bytes: Bytes that a forward pass keeps at the profiled rows, all-in.
+        saved_bytes: All bytes that a forward pass keeps of the layer's input at the profiled rows.
         variance: E||estimate - g^T x||^2, mean over the profiled batches.
     """
 
@@ -45,15 +45,15 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer's options, and what to compare their variances with.
+    """A layer's options, with the squared gradient and the minibatch's variance for comparison.
 
     Attributes:
-        name: As `rmm_linear.summary` prints it: without the prefixes of wrappers.
+        name: The layer's name as `rmm_linear.summary` prints it, without the prefixes of wrappers.
         gradient_squared: C = ||g^T x||^2, mean over the profiled batches.
-        minibatch_variance: Of g^T x over minibatches, mean over the profiled ones; nan where it is not known.
+        minibatch_variance: The variance of g^T x over minibatches, mean over the profiled batches; nan if unknown.
         options: At least one, with different configurations.
-        group: Equal for layers that are called with the same tensor (query, key and value) and so keep one sketch if
-            they are configured alike: the name of the first of them. None for a layer that shares nothing.
+        group: Name of the first of the layers that are called with the same tensor (query, key and value), and so keep
+            one sketch if their configurations are equal. None for a layer that does not share its input.
     """
 
     name: str
@@ -67,7 +67,7 @@ class LayerProfile:
         if not self.options:
             raise ValueError(f"layer {self.name!r} has no options; give it at least one, such as the exact layer's")
         if len({option.config for option in self.options}) < len(self.options):
-            raise ValueError(f"layer {self.name!r} has two options of one configuration; leave one of them out")
+            raise ValueError(f"layer {self.name!r} has two options of one configuration; leave one option out")
         amounts = [self.gradient_squared]
         amounts += [amount for option in self.options for amount in (option.variance, option.saved_bytes)]
         if not math.isnan(self.minibatch_variance):
@@ -75,7 +75,7 @@ class LayerProfile:
         if wrong := [amount for amount in amounts if not 0 <= amount < math.inf]:
             raise ValueError(
                 f"layer {self.name!r} has an amount of {wrong[0]!r}; squared gradients, variances and bytes are finite"
-                " and at least 0 (pass 0 for one that is below 0 by rounding alone)"
+                " and at least 0 (pass 0 for a value that is below 0 by rounding alone)"
             )
 
     @property
@@ -87,10 +87,10 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class NoiseProfile:
-    """What every option of every layer costs, in bytes and in variance: what `allocate_ratios` chooses from.
+    """The bytes and the variance of every option of every layer: the input of `allocate_ratios`.
 
     Attributes:
-        layers: At least one, with different names.
+        layers: At least one layer, with different names.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -131,7 +131,7 @@ class NoiseProfile:
         known = {layer.name: {option.config: option for option in layer.options} for layer in self.layers}
         wrong = sorted(name for name in {*known, *configs} if configs.get(name) not in known.get(name, ()))
         if wrong:
-            raise ValueError(f"no such options of {listed(wrong)}; pass for every layer one that was profiled")
+            raise ValueError(f"no such options of {listed(wrong)}; pass for every layer a profiled configuration")
         chosen = (replace(layer, options=(known[layer.name][configs[layer.name]],)) for layer in self.layers)
         return Allocation(tuple(chosen))
 
@@ -141,9 +141,9 @@ class Allocation:
     """One option for every layer; `print` it for a table.
 
     Attributes:
-        layers: The layers, in the profile's order, each with the `option` that was chosen.
-        gap: The most that any other choice could spare, as a share: of the objective in an allocation that
-            `allocate_ratios` chose, of the bytes in one of `allocate_for_noise`; None in others.
+        layers: The layers, in the profile's order, each with the chosen `option`.
+        gap: Upper bound of the share that any other choice could save: of the objective in a result of
+            `allocate_ratios`, of the bytes in a result of `allocate_for_noise`; None in other allocations.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -156,7 +156,7 @@ class Allocation:
 
     @property
     def saved_bytes(self) -> int:
-        """Sum over the layers of what they keep, once for those of a group that are configured alike."""
+        """Sum of the layers' bytes, counted once for layers of a group with equal configurations."""
         kept: dict[object, int] = {}
         for number, layer in enumerate(self.layers):
             shares = layer.group is not None and layer.option.config.share_sketch
@@ -166,7 +166,7 @@ class Allocation:
 
     @property
     def variance(self) -> float:
-        """Sum over the layers of the variances: that of the whole gradient."""
+        """Sum of the layers' variances, which is the variance of the whole gradient."""
         return math.fsum(layer.option.variance for layer in self.layers)
 
     @property
@@ -176,7 +176,7 @@ class Allocation:
 
     @property
     def noise_ratio(self) -> float:
-        """The variance over the minibatch's, both summed over the layers; nan if one of the latter is not known."""
+        """The variance over the minibatch's, both summed over the layers; nan if a minibatch's variance is unknown."""
         return _ratio(self.variance, math.fsum(layer.minibatch_variance for layer in self.layers))
 
     def __str__(self) -> str:
@@ -190,16 +190,16 @@ class Allocation:
         lines.append(
             f"{len(self.layers)} layers keep {self.saved_bytes} bytes; variance {self.relative_variance:.3g} of the"
             f" squared gradient, {self.noise_ratio:.3g} of the minibatch's variance"
-            + ("" if self.gap is None else f"; no other choice spares more than {self.gap:.2%}")
+            + ("" if self.gap is None else f"; no other choice saves more than {self.gap:.2%}")
         )
         return "\n".join(lines)
 
 
 def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objective: Objective = "total") -> Allocation:
-    """Choose an option for every layer: the least variance within a budget of bytes, but for the allocation's `gap`.
+    """Choose an option for every layer: the least variance within a budget of bytes, up to the allocation's `gap`.
 
-    The gap is small where layers are many and their options lie close: 0.03 % for 48 layers of 40 ratios. More bytes
-    never mean more variance. Layers of a group with the same options get the same one, whose bytes count once.
+    The gap is small for many layers with closely spaced options: 0.03 % for 48 layers of 40 ratios. More bytes never
+    mean more variance. Layers of a group with the same options get the same option, whose bytes count once.
 
     Examples:
         >>> from rmm_linear import RMMConfig
@@ -217,14 +217,14 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
         (1000, 1000, 9.0, 21.0)
 
     Args:
-        profile: The options.
+        profile: The layers and their options.
         budget_bytes: Bytes that the layers may keep together; may be infinite.
         objective: "total" for the least sum of variances, the noise of the whole gradient; "relative" for the least
             sum of each layer's variance over its own squared gradient.
 
     Raises:
-        ValueError: If the budget is no number or below the least possible, the objective is unknown, or a layer of no
-            gradient has a variance and the objective is "relative".
+        ValueError: If the budget is no number or below the least possible, the objective is unknown, or the objective
+            is "relative" and a layer with zero gradient has a variance.
     """
     units = _units(profile)
     costs = _costs(profile, objective, units)
@@ -241,12 +241,12 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
 
 
 def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocation:
-    """Choose an option for every layer: the fewest bytes within a limit of the variance, but for the `gap`.
+    """Choose an option for every layer: the fewest bytes within a limit of the variance, up to the `gap`.
 
     The counterpart of `allocate_ratios`, by the same solver. The limit is kept to a relative 1e-12.
 
     Args:
-        profile: The options.
+        profile: The layers and their options.
         variance_limit: Limit of the sum of variances; may be infinite.
 
     Raises:
@@ -280,7 +280,7 @@ def _allocation(
 
 
 def _units(profile: NoiseProfile) -> list[list[LayerProfile]]:
-    """Layers that get one option: those of a group whose options are the same, and each other one alone."""
+    """Group the layers that get one option: layers of a sharing group with equal options; other layers alone."""
     found: dict[object, list[LayerProfile]] = {}
     for layer in profile.layers:
         shares = layer.group is not None and all(option.config.share_sketch for option in layer.options)
@@ -290,12 +290,12 @@ def _units(profile: NoiseProfile) -> list[list[LayerProfile]]:
 
 
 def _bytes(units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
-    """Of each unit's options."""
+    """The bytes of each unit's options."""
     return [[option.saved_bytes for option in unit[0].options] for unit in units]
 
 
 def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
-    """Of each unit's options: sums over its layers."""
+    """The objective of each unit's options, summed over its layers."""
     if objective not in get_args(Objective):
         raise ValueError(f"objective={objective!r} is unknown; choose one of {', '.join(get_args(Objective))}")
     values = {
@@ -317,15 +317,14 @@ def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence
 def _solve(
     weights: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], capacity: float
 ) -> tuple[list[int], float]:
-    """Choose one option a layer, of little cost and together within the capacity; and return the gap to the bound."""
-    # the module's docstring has the method
+    """Choose one option a layer by the method in the module's docstring; return the options and the gap."""
     hulls = [_lower_hull(w, c) for w, c in zip(weights, costs, strict=True)]
     edges = []
     for layer, hull in enumerate(hulls):
         gain = math.inf
         for place, (left, right) in enumerate(pairwise(hull)):
             less, more = costs[layer][left] - costs[layer][right], weights[layer][right] - weights[layer][left]
-            # hulls are convex; rounding must not put an edge before the one that leads to it
+            # gains fall along a convex hull; rounding must not sort an edge before its predecessor
             gain = min(gain, less / more)
             edges.append((-gain, layer, place, more))
     places = [0] * len(hulls)
@@ -335,14 +334,14 @@ def _solve(
 
     spent, bound = math.fsum(w[hull[0]] for w, hull in zip(weights, hulls, strict=True)), None
     for negative_gain, layer, place, more in sorted(edges):
-        # an edge can be walked only from where the one before it ended
+        # an edge can be walked only if its predecessor was
         if places[layer] == place and spent + more <= capacity:
             places[layer] += 1
             spent += more
         elif bound is None:
             bound = cost() + negative_gain * (capacity - spent)
     found = cost()
-    # where all edges fit, nothing costs less
+    # if all edges fit, the choice is optimal
     gap = 0.0 if bound is None or found == 0 else max(0.0, 1 - bound / found)
     return [hull[place] for hull, place in zip(hulls, places, strict=True)], gap
 
@@ -353,7 +352,7 @@ def _lower_hull(w: Sequence[float], c: Sequence[float]) -> list[int]:
     least = math.inf
     for i in sorted(range(len(w)), key=lambda i: (w[i], c[i])):
         if c[i] >= least:
-            # another option is no heavier and no dearer
+            # an earlier option has at most this weight and this cost
             continue
         least = c[i]
         while len(hull) > 1:

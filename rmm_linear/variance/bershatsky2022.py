@@ -1,4 +1,4 @@
-"""The variances and the bound of Bershatsky et al. 2022 (arXiv 2201.13195), as published, and what is wrong with them.
+"""The variances and the bound of Bershatsky et al. 2022 (arXiv 2201.13195), as published, and their errors.
 
 The paper compares the noise of its sketch with that of SGD by
 
@@ -13,7 +13,7 @@ know before using them:
 - With these definitions the bound does not hold. Rows of different sizes whose products g_i x_i^T are equal have
   D2_SGD = 0 and D2_RMM > 0, with alpha near 1: the left side is infinite, the right side near 2.
 
-They are here to reproduce the paper's figure; use `gradient_noise` for anything else.
+This module reproduces the paper's figure; use `gradient_noise` for all other purposes.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from rmm_linear.variance.gradient_noise import _ratio, _rows
 
 @dataclass(frozen=True)
 class PaperQuantities:
-    """What the paper's figure shows, by its own definitions; see the module's docstring for their faults.
+    """The quantities of the paper's figure, by its own definitions; see the module's docstring for their errors.
 
     Attributes:
         paper_sgd_variance: D2_SGD.
         paper_sketch_variance: D2_RMM, (P Q - C) / r.
         paper_ratio: (r / (n - 1)) D2_RMM / D2_SGD.
-        paper_bound: (alpha + 1) / alpha, which the paper says that `paper_ratio` does not exceed.
+        paper_bound: (alpha + 1) / alpha, the paper's upper bound of `paper_ratio`.
         alpha: C / (P Q).
     """
 
@@ -44,7 +44,7 @@ class PaperQuantities:
 
 
 def paper_quantities(x: Tensor, g: Tensor, *, rank: int) -> PaperQuantities:
-    """Return the paper's quantities for one layer's x (..., in) and g (..., out) and a sketch of some rank.
+    """Return the paper's quantities for one layer's x (..., in) and g (..., out) and a sketch of this rank.
 
     Raises:
         ValueError: If shapes do not fit, there are fewer than two rows, or the rank is not positive.

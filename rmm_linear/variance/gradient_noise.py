@@ -4,14 +4,14 @@ For the activations x (rows, in) and the gradient of the output g (rows, out) of
 G = g^T x, a sum over rows, and over sequences:
 
     sketch's variance     E||estimate - G||^2 over the draws of S: each sketch derives its own (`Sketch.variance`)
-    over rows             (n s - C) / (n - 1): the variance of G if its n rows were drawn independently, which is how
+    over rows             (n s - C) / (n - 1): the variance of G if its n rows were drawn independently, by which
                           Bershatsky et al. 2022 (sec. 3) define the noise of SGD; s = sum_i ||g_i||^2 ||x_i||^2
-    over sequences        (b t - C) / (b - 1): the same with the b sequences of the batch drawn independently, as they
-                          are, and t = sum over them of ||g_k^T x_k||^2
+    over sequences        (b t - C) / (b - 1): the variance of G with the b sequences of the batch drawn independently,
+                          as they are, and t = the sum over the sequences of ||g_k^T x_k||^2
 
-with C = ||G||^2. Tokens of one sequence are alike, so that the second is what a minibatch really has.
+with C = ||G||^2. Tokens of one sequence are correlated, so that the variance over sequences is a minibatch's.
 
-All of these are of the size of G squared, the gradient of this batch; none is divided by the batch size.
+All variances have the scale of ||G||^2, the gradient of this batch; none is divided by the batch size.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class GradientNoise:
     Attributes:
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
         sketch_variance: E||estimate - g^T x||^2; 0 where the configuration does not sketch.
-        row_variance: The minibatch's, rows independent (the paper's definition); nan for a single row.
-        sequence_variance: The minibatch's, sequences independent; None for a matrix, nan for a single sequence.
-        alpha: C / (||x||^2 ||g||^2), in [0, 1]: how far rows of x and g are aligned (Bershatsky et al. 2022, sec. 3).
+        row_variance: The minibatch's variance with independent rows (the paper's definition); nan for a single row.
+        sequence_variance: The same with independent sequences; None for a matrix, nan for a single sequence.
+        alpha: C / (||x||^2 ||g||^2), in [0, 1]: the alignment of x and g (Bershatsky et al. 2022, sec. 3).
     """
 
     gradient_squared: float
@@ -55,7 +55,7 @@ class GradientNoise:
 
     @property
     def minibatch_variance(self) -> float:
-        """The minibatch's variance: over sequences where they are known, else over rows."""
+        """The minibatch's variance: over sequences if x has sequences, else over rows."""
         return self.row_variance if self.sequence_variance is None else self.sequence_variance
 
 
@@ -66,9 +66,9 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _of_samples(count: int, squares: float, c: float) -> float:
-    """Of a sum of independent samples, from their number, the sum of their squares, and the square of their sum."""
+    """The variance of a sum of independent samples, by their number, the sum of squares, and the squared sum."""
     spread = (count * squares - c) / (count - 1) if count > 1 else float("nan")
-    # rounding may leave a little less than nothing; nan stays
+    # rounding may give a value slightly below 0; nan stays
     return 0.0 if spread < 0 else spread
 
 
@@ -82,8 +82,8 @@ def gradient_noise(
 ) -> GradientNoise:
     """Return the noise of a layer's weight gradient on one batch, in closed form.
 
-    Beyond x and g it takes the memory of one weight gradient in float64 and of a slab of rows; a centred configuration
-    takes a float32 copy of both, and one that leaves rows out, or keeps some, a copy of the others.
+    The computation takes the memory of one weight gradient in float64 and of a slab of rows; with centering, also a
+    float32 copy of x and g; with rows left out or kept, also a copy of the other rows.
 
     Examples:
         >>> import torch
@@ -96,13 +96,13 @@ def gradient_noise(
         True
 
     Args:
-        x: Activations, shape (..., in), any float dtype, as the layer got them. The first of three dimensions or more
-            are the sequences; a matrix has none.
+        x: The layer's input, shape (..., in), any float dtype. With three dimensions or more, the first runs over the
+            sequences; a matrix has no sequences.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
-        config: How the layer sketches.
-        index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the others, and they do
-            not count as rows. All rows by default.
-        draws: Draws over which the rounding's part of a low-bit storage is averaged, 32 by default.
+        config: The layer's configuration.
+        index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the padding rows, which
+            do not count. All rows by default.
+        draws: Draws of S over which the variance of a low-bit storage's rounding is averaged, 32 by default.
 
     Raises:
         ValueError: If shapes do not fit, `config` is no RMMConfig, or there are no draws.
@@ -132,7 +132,7 @@ def gradient_noise(
 
 
 def dealt_rows(x: Tensor, g: Tensor, keep_tokens: tuple[int, ...], index: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """Return the rows of x (..., in) and g (..., out) that a layer sketches, and how many others it keeps."""
+    """Return the rows of x (..., in) and g (..., out) that a layer sketches, and the number of kept rows."""
     layout = layout_of(x.shape, keep_tokens, index)
     x, g = _rows(x, g)
     if index is not None and layout.kept:
@@ -142,7 +142,7 @@ def dealt_rows(x: Tensor, g: Tensor, keep_tokens: tuple[int, ...], index: Tensor
 
 @dataclass(frozen=True)
 class Measured:
-    """A Monte Carlo estimate of so many draws, and its standard error."""
+    """A Monte Carlo estimate, its standard error, and its number of draws."""
 
     value: float
     standard_error: float
@@ -154,7 +154,7 @@ def measure_sketch_variance(
 ) -> Measured:
     """Measure the mean of ||estimate - g^T x||_F^2 with real sketches, to compare with the closed form.
 
-    `x`, `g`, `config` and `index` are those of `gradient_noise`; `seed` is that of the draws' seeds.
+    `x`, `g`, `config` and `index` are as in `gradient_noise`; `seed` seeds the generator of the draws' seeds.
 
     Raises:
         ValueError: If shapes do not fit, `config` is no RMMConfig, or `draws` is below 2.
@@ -194,14 +194,14 @@ def _sum_of_squared_norms(x: Tensor, g: Tensor, count: int) -> float:
     """The sum over the sequences of ||g_k^T x_k||_F^2."""
     dtype, total = product_dtype(x, g), 0.0
     for part_x, part_g in zip(x.chunk(count), g.chunk(count), strict=True):
-        # without padding, whatever its rows hold
+        # leave out padding, whose rows of x may be NaN
         rows = row_squares(part_g, dtype).nonzero().squeeze(1)
         total += _squared_norm(*(part.index_select(0, rows).to(dtype) for part in (part_x, part_g)))
     return total
 
 
 def _squared_norm(x: Tensor, g: Tensor) -> float:
-    """||g^T x||_F^2 by whichever product is smaller: g^T x, or the Gram matrices of the rows."""
+    """||g^T x||_F^2 by the smaller product: g^T x, or the Gram matrices of the rows."""
     (rows, features), outputs = x.shape, g.shape[1]
     if rows * (features + outputs) < features * outputs:
         return float((product(x, x.t()).double() * product(g, g.t())).sum())

@@ -1,4 +1,4 @@
-"""VarianceMonitor: how noisy are the weight gradients of a model that is training, layer by layer?
+"""VarianceMonitor: measure the noise of the weight gradients of a model during training, layer by layer.
 
 With L layers and `every=N`, each is measured once in N steps, at most ceil(L / N) in one step.
 """
@@ -20,22 +20,22 @@ from rmm_linear.layer import SketchedLayer
 from rmm_linear.variance.gradient_noise import _ratio, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 
-# Draws of S for what low-bit storage adds: good to a few percent of that, and of all layers together to less.
+# Draws of S for the variance of low-bit storage: its relative error is a few percent for one layer, less for the sum.
 DRAWS = 2
 
 
 @dataclass(frozen=True)
 class NoiseRecord:
-    """One layer's noise in one step. nan where there is no such number: the minibatch of a single sequence.
+    """One layer's noise in one step; the minibatch's variance of a single sequence is nan.
 
     Attributes:
         step: Optimizer steps before this one.
         layer: Name of the layer.
-        rows: Rows of its input, padding left out where the layer leaves it out.
+        rows: Rows of its input, without the padding that the layer leaves out.
         gradient_squared: C = ||g^T x||^2, of the exact gradient.
         sketch_variance: V = E||estimate - g^T x||^2.
-        minibatch_variance: M: over the sequences of the batch, the first dimension of the input; over the rows for a
-            matrix.
+        minibatch_variance: M, over the sequences of the batch (the first dimension of the input), or over the rows of
+            a matrix.
         relative_variance: V / C.
         noise_ratio: V / M.
         snr: max(C - M, 0) / (M + V).
@@ -61,9 +61,9 @@ class NoiseSummary:
     C - M estimates ||E G||^2 without bias, G being the gradient of a random minibatch: M estimates E||G - E G||^2.
 
     Attributes:
-        relative_variance: sum V / sum C, so that noise inflates the gradient's norm by sqrt(1 + this).
-        noise_ratio: sum V / sum M, the sketches' noise over the minibatch's; nan where no layer has an M.
-        snr: max(sum C - sum M, 0) / (sum M + sum V), signal over noise; nan where no layer has an M.
+        relative_variance: sum V / sum C; noise inflates the gradient's norm by sqrt(1 + relative_variance).
+        noise_ratio: sum V / sum M, the sketches' noise over the minibatch's; nan if no layer has an M.
+        snr: max(sum C - sum M, 0) / (sum M + sum V), signal over noise; nan if no layer has an M.
     """
 
     relative_variance: float
@@ -74,18 +74,18 @@ class NoiseSummary:
 class VarianceMonitor:
     """Measures the noise of a model's weight gradients while it trains.
 
-    Call `step()` after each optimizer step. Records come in during the backward passes: `latest` has each layer's last
-    one, `noise()` sums them up, and the file at `path` has them all, as JSON lines. They are closed forms of the input
-    and the gradient at the layer's first call in a step; a monitor does not change the training.
+    Call `step()` after each optimizer step. Records are made during the backward passes: `latest` has each layer's last
+    record, `noise()` sums the records up, and the file at `path` has all records, as JSON lines. Records are closed
+    forms of the input and the gradient at the layer's first call in a step; a monitor does not change the training.
 
     Warning:
-        With a `GradScaler`, C, V and M are those of the scaled loss: larger by the square of the scale. Ratios stay.
+        With a `GradScaler`, C, V and M are of the scaled loss: larger by the square of the scale. Ratios are unchanged.
 
     Args:
         model: A model with sketched layers, in eager mode.
         every: Steps in which each layer is measured once.
-        path: JSON-lines file that records are appended to, by data-parallel rank 0; None for no file. Numbers that are
-            not finite are null in it.
+        path: JSON-lines file to which data-parallel rank 0 appends records, with null for numbers that are not finite;
+            None for no file.
 
     Attributes:
         latest: The last record of each layer measured so far.
@@ -96,12 +96,12 @@ class VarianceMonitor:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 50, path: str | os.PathLike[str] | None = None) -> None:
-        # None once it is closed: it refers to the layers
+        # None after `close`: the probe refers to the layers
         self._probe: LayerProbe | None = LayerProbe(model, self._measure)
         self._layers = tuple(self._probe.layers)
         self._steps = 0
         self.latest: dict[str, NoiseRecord] = {}
-        # ints, or tensors where the norms are: counting must not wait for a device
+        # ints, or tensors on the norms' device: counting must not synchronise
         self._observed: int | Tensor = 0
         self._clipped: int | Tensor = 0
         self._file: TextIO | None = None
@@ -113,7 +113,7 @@ class VarianceMonitor:
         self._begin_step()
 
     def step(self) -> None:
-        """End a training step; to be called after each optimizer step. Nothing happens after `close`."""
+        """End a training step; call it after each optimizer step. After `close` it has no effect."""
         self._steps += self._probe is not None
         self._begin_step()
 
@@ -143,7 +143,7 @@ class VarianceMonitor:
             self._file.flush()
 
     def noise(self) -> NoiseSummary | None:
-        """Sum up the latest records of all layers; None before anything is measured."""
+        """Sum up the latest records of all layers; None before the first record."""
         found = self.latest.values()
         records = [record for record in found if math.isfinite(record.gradient_squared + record.sketch_variance)]
         if not records:
@@ -158,7 +158,7 @@ class VarianceMonitor:
         )
 
     def observe_gradient_norm(self, norm: float | Tensor, max_norm: float) -> None:
-        """Count a step, and whether its gradient was clipped from `norm` to `max_norm`; a tensor is not waited for.
+        """Count a step, and whether its gradient was clipped from `norm` to `max_norm`, without a synchronisation.
 
         A norm that is not finite is not counted: a `GradScaler` skips such a step.
         """
@@ -168,12 +168,12 @@ class VarianceMonitor:
 
     @property
     def clip_fraction(self) -> float | None:
-        """Part of the observed steps whose gradient was clipped; None before the first."""
+        """Part of the observed steps whose gradient was clipped; None before the first step."""
         observed = int(self._observed)
         return int(self._clipped) / observed if observed else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on: counters and latest records."""
+        """Return the counters and latest records, for a resumed run."""
         return {
             "steps": self._steps,
             "observed": int(self._observed),
@@ -182,18 +182,18 @@ class VarianceMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the monitor was that returned this `state_dict`, between two steps.
+        """Restore the counters and latest records of a `state_dict`, between two steps.
 
         Raises:
-            ValueError: If the state is something else, or has records of layers that this model lacks.
+            ValueError: If the state is not of a monitor, or has records of layers that this model lacks.
         """
         try:
             steps, observed, clipped = (int(state[name]) for name in ("steps", "observed", "clipped"))
             latest = [_restored(record) for record in state["latest"]]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"this is no state of VarianceMonitor ({type(error).__name__}: {error}); pass what state_dict()"
-                " returned"
+                f"this is no state of VarianceMonitor ({type(error).__name__}: {error}); pass the result of"
+                " state_dict()"
             ) from None
         if unknown := [record.layer for record in latest if record.layer not in self._layers]:
             raise ValueError(
@@ -205,7 +205,7 @@ class VarianceMonitor:
         self._begin_step()
 
     def close(self) -> None:
-        """Leave the model, and close the file; the records stay here."""
+        """Remove the hooks from the model, and close the file; the records remain."""
         if self._probe is not None:
             self._probe.close()
             self._probe = None
@@ -230,7 +230,7 @@ def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:
 
 
 def _snr(c: float, v: float, m: float) -> float:
-    # by hand: max(nan, 0) depends on the order
+    # no max(): max(nan, 0) depends on the order of its arguments
     signal = 0.0 if c <= m else c - m
     return _ratio(signal, m + v)
 

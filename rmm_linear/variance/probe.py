@@ -1,7 +1,7 @@
-"""LayerProbe: what a layer's weight gradient is made of, its input x and its output's gradient g, from a live model.
+"""LayerProbe: capture a layer's input x and its output's gradient g from a model in training.
 
-The backward pass of a sketched layer has g but no x. A probe keeps the x of the layers that it is told to watch, and no
-other, until it can hand both over.
+The backward pass of a sketched layer has g but no x. A probe keeps the x of the watched layers alone until their g is
+computed.
 """
 
 import weakref
@@ -32,7 +32,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class _Hook:
-    """Calls a probe's method, to which it refers weakly. A copy of it, in a copied or pickled model, calls none."""
+    """Calls a probe's method through a weak reference. A copy of the hook, in a copy of the model, does nothing."""
 
     def __init__(self, method: Callable[..., None] | None, name: str) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
@@ -51,17 +51,16 @@ class LayerProbe:
     """Calls back with (x, g) of chosen sketched layers during training steps.
 
     `watch(names)` begins a step: each named layer is measured at most once, in the backward pass of its first call in
-    training mode with gradients enabled: the first micro-batch under gradient accumulation. A layer is left out whose
-    input was changed in place before its backward pass, that gets no gradient, or whose input is kept anyway, so that
-    it is exact (see `rmm_linear.producers`). The random state is not touched.
+    training mode with gradients enabled: the first micro-batch under gradient accumulation. A layer is left out if its
+    input was changed in place before its backward pass, if it gets no gradient, or if its input is kept anyway, so that
+    the layer is exact (see `rmm_linear.producers`). The random state is unchanged.
 
     `measure(name, layer, x, g, index)` gets the layer's name without wrappers' prefixes; the input (..., in); the
     gradient of the output (..., out); and the numbers of the rows that the layer sketched, or None for all.
 
     Attributes:
         layers: The sketched layers by name.
-        groups: Layer -> the first of the layers that were called with its input, for layers that share sketches and
-            have been watched.
+        groups: Name of each watched layer that shares sketches -> name of the first layer with its input.
     """
 
     def __init__(self, model: nn.Module, measure: Measure) -> None:
@@ -84,19 +83,19 @@ class LayerProbe:
         self._measure = measure
         self._handles: list[RemovableHandle] = []
         self._seen: set[str] = set()
-        # by name, from forward to backward pass: input, its version (None where it counts none), and rows
+        # by name, from forward to backward pass: input, its version (None for inference tensors), and rows
         self._held: dict[str, tuple[Tensor, int | None, Tensor | None]] = {}
 
     def watch(self, names: Iterable[str]) -> None:
-        """Begin a step in which these layers, by their names in `layers`, and no others are measured."""
+        """Begin a step in which only the layers of these names (keys of `layers`) are measured."""
         self.close()
         for name in names:
-            # first, so that the output is the layer's own, whatever other hooks make of it
+            # before other hooks, which may replace the layer's output
             hook = _Hook(self._after_forward, name)
             self._handles.append(self.layers[name].register_forward_hook(hook, with_kwargs=True, prepend=True))
 
     def close(self) -> None:
-        """Leave nothing behind, on the model or in memory; `watch` may be called again."""
+        """Remove all hooks and free all kept inputs; `watch` may be called again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,7 +105,7 @@ class LayerProbe:
     def _after_forward(
         self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> None:
-        # another layer: a replica's
+        # `layer` may be a layer of a DataParallel replica
         if name in self._seen or layer is not self.layers[name] or torch.compiler.is_compiling():
             return
         assert isinstance(layer, SketchedLayer)
@@ -122,14 +121,14 @@ class LayerProbe:
         rows = current_valid_rows(x) if layer.rmm_config.skip_padding else None
         index = None if rows is None else rows.index_on(x.device)
         self._held[name] = x.detach(), None if x.is_inference() else x._version, index
-        # The hook knows no tensor: a graph that lives on would keep it alive.
+        # The hook refers to no tensor, since a graph may outlive the step and keep the hook alive.
         self._handles.append(output.register_hook(_Hook(self._with_gradient, name)))
 
     def _with_gradient(self, name: str, g: Tensor) -> None:
         if name not in self._held:
             return
         x, version, index = self._held.pop(name)
-        # changed in place since
+        # the input was changed in place since the forward pass
         if version is not None and x._version != version:
             return
         with torch.no_grad():

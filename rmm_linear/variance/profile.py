@@ -1,7 +1,7 @@
-"""What would every candidate configuration cost each layer, in bytes and in noise? The data of an allocation.
+"""Measure the bytes and the noise of every candidate configuration in each layer, for an allocation.
 
-A layer's x and g of a few batches tell the variances of all configurations, whatever the layer itself is configured to:
-its output and its grad_input are exact, so that no layer's noise reaches another's x or g within a step.
+A layer's x and g of a few batches give the variances of all configurations, for any configuration of the layer itself:
+its output and its grad_input are exact, so that no layer's noise reaches another layer's x or g within a step.
 """
 
 import math
@@ -20,7 +20,7 @@ from rmm_linear.variance.allocation import LayerProfile, NoiseProfile, Option
 from rmm_linear.variance.gradient_noise import dealt_rows, gradient_noise
 from rmm_linear.variance.probe import LayerProbe
 
-# Draws of S for what low-bit storage adds.
+# Draws of S for the variance of low-bit storage.
 _DRAWS = 2
 _EXACT = RMMConfig(ratio=1.0)
 
@@ -30,8 +30,8 @@ def layer_options(
 ) -> tuple[Option, ...]:
     """Return the bytes and the variance of each configuration, in order, on one layer's input and gradient.
 
-    `x` (..., in) and `g` (..., out) are as in `gradient_noise`; so is `index`, for the candidates that leave padding
-    out.
+    `x` (..., in), `g` (..., out) and `index` are as in `gradient_noise`; `index` applies to candidates with
+    `skip_padding`.
     """
     rows, sequences = x.shape[:-1].numel(), sequences_of(x.shape)
     valid_rows = rows if index is None else index.numel()
@@ -47,13 +47,13 @@ def layer_options(
 
 
 class ProfileBuilder:
-    """Averages measurements of layers, made one at a time in whatever order, into a `NoiseProfile`.
+    """Averages measurements of layers, added one at a time in any order, into a `NoiseProfile`.
 
     Its length is the number of layers measured so far.
     """
 
     def __init__(self) -> None:
-        # the profiles of each layer, one a batch
+        # the profiles of each layer, one for each batch
         self._layers: dict[str, list[LayerProfile]] = {}
 
     def __len__(self) -> int:
@@ -71,35 +71,35 @@ class ProfileBuilder:
     ) -> None:
         """Add one layer's input and gradient of one batch; the arguments are those of `layer_options`.
 
-        The minibatch's variance is that over the sequences, the first dimension of `x`; over the rows for a matrix, and
-        for a single sequence; 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is left
-        out.
+        The minibatch's variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and
+        for a single sequence; it is 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is
+        left out.
 
         Raises:
-            ValueError: If shapes do not fit, or the candidates are other ones than before.
+            ValueError: If shapes do not fit, or the candidates differ from those of the layer's earlier calls.
         """
         known = self._layers.get(name, [])
         if known and {option.config for option in known[0].options} != set(configs):
-            raise ValueError(f"{name!r} was measured for other configurations before; pass the same ones each time")
+            raise ValueError(f"{name!r} was measured for other configurations before; pass the same each time")
         noise = gradient_noise(x, g, _EXACT)
         options = layer_options(x, g, configs, index=index)
-        # an infinity where g is zero leaves the gradient finite, and no variance
+        # an infinity of x in a row where g is zero leaves the gradient finite, but not the variance
         if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
             return
         minibatch = noise.sequence_variance
         if minibatch is None or math.isnan(minibatch):
             minibatch = noise.row_variance
-        # rounding may leave less than nothing of what is 0
+        # rounding may give values slightly below 0
         minibatch = 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
         options = tuple(replace(option, variance=max(0.0, option.variance)) for option in options)
         known.append(LayerProfile(name, noise.gradient_squared, minibatch, options, group))
         self._layers[name] = known
 
     def build(self) -> NoiseProfile:
-        """Return the means, the layers in the order in which they were first added.
+        """Return the means, with the layers in the order of their first measurement.
 
         Raises:
-            ValueError: If nothing was added.
+            ValueError: If no layer was added.
         """
         if not self._layers:
             raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
@@ -125,8 +125,8 @@ def profile_noise(
 ) -> NoiseProfile:
     """Measure, on a few batches, the bytes and the variance of each configuration in each sketched layer.
 
-    Gradients, buffers and the random state are afterwards as they were before, and all runs see the same random
-    numbers. Layers that get no gradient are left out.
+    Gradients, buffers and the random state are restored, and all runs draw the same random numbers. Layers that get no
+    gradient are left out.
 
     Examples:
         >>> import torch
@@ -140,10 +140,10 @@ def profile_noise(
 
     Args:
         model: A model with sketched layers, in eager and in training mode.
-        runs: A callable a batch, which runs forward and backward pass of that batch, and no optimizer step.
-        configs: Candidates, the same for all layers. Candidates that leave padding out are measured without it where
+        runs: One callable for each batch, which runs the batch's forward and backward pass, without an optimizer step.
+        configs: Candidates, the same for all layers. Candidates with `skip_padding` are measured without padding if
             the model announces its mask to the layer (`rmm_linear.padding`).
-        layers_at_once: Layers whose inputs may be held at the same time; each batch is run once for so many.
+        layers_at_once: Layers whose inputs may be held at the same time; each batch runs once for each such set.
 
     Returns:
         Means over the batches.
@@ -153,7 +153,7 @@ def profile_noise(
             of `configs` are equal, `layers_at_once` is below 1, or no layer got a gradient.
     """
     if not model.training:
-        raise ValueError("the model is in eval mode, where nothing is sketched; call model.train() first")
+        raise ValueError("the model is in eval mode, in which no layer sketches; call model.train() first")
     if not runs or not configs:
         raise ValueError(f"{len(runs)} runs and {len(configs)} configurations; pass at least one of each")
     if len(set(configs)) < len(configs):

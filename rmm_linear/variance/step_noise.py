@@ -1,10 +1,10 @@
 """The noise of a whole step's gradient, measured: the variance over the step's own draws, and over minibatches.
 
-It works for any step: sketches, codes, dropout, in eager mode and compiled. Two batches have two gradients each, a, b
-and a', b', which differ by the step's draws alone:
+The method works for any step: with sketches, codes or dropout, in eager mode and compiled. Each of two batches has two
+gradients, a, b and a', b', which differ by the step's draws alone:
 
     E||a - b||^2 / 2            the step's variance
-    E<a - a', b - b'> / 2       the minibatch's variance; the step's is not in it, for the draws are independent
+    E<a - a', b - b'> / 2       the minibatch's variance, without the step's, since the draws are independent
     E<a, b>                     the squared gradient of a batch
 """
 
@@ -26,12 +26,12 @@ _LEAST_BATCHES = 4
 
 @dataclass(frozen=True)
 class StepNoise:
-    """Variances of the gradient of all parameters, of the size of the squared gradient; means over the batches.
+    """Variances of the gradient of all parameters, on the scale of the squared gradient; means over the batches.
 
     Attributes:
-        gradient_squared: Squared norm of a batch's gradient; the step's variance is not in it.
+        gradient_squared: Squared norm of a batch's gradient, without the step's variance.
         step: Variance over the step's own draws.
-        minibatch: Variance over batches, without the step's own; by chance below 0 if there are few.
+        minibatch: Variance over batches, without the step's variance; it may be below 0 by chance for few batches.
         by_parameter: The step's variance, by the name of the parameter.
     """
 
@@ -57,16 +57,16 @@ def measure_step_noise(
     """Measure the noise of a step's gradient by repeating the step.
 
     Each batch takes two forward and backward passes; four gradients are in memory. The gradients of the parameters, the
-    buffers and the random state are afterwards as they were. Standard errors are over batches (of the step) and pairs
-    of them (of the minibatch).
+    buffers and the random state are restored. Standard errors are over batches (for the step) and pairs of batches (for
+    the minibatch).
 
     Args:
-        model: The model, in the mode in which it is trained, or the model that torch.compile returned for it.
+        model: The model in its training mode, or the compiled model that torch.compile returned.
         batches: Minibatches of one size, four or more; if their number is odd, the last is left out.
         loss_fn: Called as `loss_fn(model, batch)`, returns the loss; `model(**batch).loss` if None.
 
     Raises:
-        ValueError: If there are fewer batches, or no parameter requires a gradient.
+        ValueError: If there are fewer than four batches, or no parameter requires a gradient.
     """
     if len(batches) < _LEAST_BATCHES:
         raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")
@@ -98,9 +98,9 @@ def _product(first: Tensor, second: Tensor) -> float:
 
 
 def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:
-    """Run a step, and return the gradients by the names of their parameters, whose `.grad` is None afterwards."""
+    """Run a step, return the gradients by the names of their parameters, and set each `.grad` to None."""
     loss = model(**batch).loss if loss_fn is None else loss_fn(model, batch)
-    # as in training: a backward pass is no part of the autocast that the forward pass runs under
+    # as in training: the backward pass runs outside the forward pass's autocast region
     with autocast_as((), {loss.device.type, *(parameter.device.type for parameter in model.parameters())}):
         loss.backward()
     found = {}
@@ -113,6 +113,6 @@ def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any]
 
 def _measured(values: Sequence[float]) -> Measured:
     mean = statistics.fmean(values)
-    # of numbers that are not finite there is no deviation
+    # statistics.stdev fails for values that are not finite
     deviation = statistics.stdev(values) if math.isfinite(mean) else math.nan
     return Measured(mean, deviation / len(values) ** 0.5, len(values))

@@ -123,7 +123,7 @@ def test_padding_is_left_out_and_its_first_step_checked(tmp_path):
 
 
 def test_what_sees_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="sees nothing under torch.compile"):
+    with pytest.raises(ValueError, match="records nothing under torch.compile"):
         make_trainer(tmp_path, callback(monitor=True), torch_compile=True).train()
 
 

@@ -367,7 +367,7 @@ def test_a_group_of_which_a_part_stays_exact_is_left_alone():
     assert "its input is shared with 0.attention.value, which stays exact" in left["0.attention.query"]
     assert type(model[0].up) is not nn.Linear
     # a sketch that takes more than its input
-    with pytest.raises(ValueError, match=r"frees nothing of any of the layers that match: 0.up: a sketch would keep"):
+    with pytest.raises(ValueError, match=r"frees nothing in any of the layers that match: 0.up: a sketch would keep"):
         convert_linears(stack(1), config=RMMConfig(ratio=0.999, sketch="gaussian"), sample=x, target_modules=["up"])
     with pytest.raises(ValueError, match=r"0.up: its input has 200 rows, too few for min_rows=201"):
         convert_linears(stack(1), config=RMMConfig(min_rows=201), sample=x, target_modules=["up"])

@@ -198,9 +198,9 @@ def test_rounding_costs_little_next_to_the_rank_that_it_buys():
 
 def test_what_cannot_be_rounded_as_one_is_refused():
     for inner in (Centered(Hadamard(ratio=0.5)), LowBit(Hadamard(ratio=0.5), "int8")):
-        with pytest.raises(ValueError, match="whose parts can't be rounded as one; put Centered around LowBit"):
+        with pytest.raises(ValueError, match="whose tensors can't be rounded together; put Centered around LowBit"):
             LowBit(inner, "int8")
-    with pytest.raises(ValueError, match="draws=0 average nothing"):
+    with pytest.raises(ValueError, match="draws=0 give no average"):
         LowBit(None, "int8", draws=0)
 
 

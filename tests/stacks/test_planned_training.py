@@ -111,7 +111,7 @@ def test_the_callback_sketches_planned_models_as_compiled_ones(tmp_path):
     compiled.compile(backend="rmm_linear", options=COMPILE)
     with pytest.warns(UserWarning, match="not measured under torch.compile"):
         trained_by_transformers(compiled, tmp_path, [RMMCallback(config=CONFIG)])
-    with pytest.warns(UserWarning, match="a planned model keeps what its plan says"):
+    with pytest.warns(UserWarning, match="the plan has a planned model's kept bytes"):
         model = trained_by_transformers(planned(roberta), tmp_path, [RMMCallback(config=CONFIG)])
     assert planned_runs(model) == 2
     assert_same_training(compiled, model)
@@ -128,7 +128,7 @@ def test_the_callback_tells_that_no_step_ran_by_plan(tmp_path):
             return model.forward(**inputs).loss
 
     callback = RMMCallback(compile=COMPILE)
-    with pytest.warns(UserWarning, match="no training step ran by plan: something calls the model's forward method"):
+    with pytest.warns(UserWarning, match="no training step ran by plan: the model's forward method is called"):
         trained_by_transformers(roberta(layers=1), tmp_path, [callback], kind=CallsForward)
     assert callback.planned.planned_runs == 0
 
@@ -147,9 +147,9 @@ def test_a_model_that_is_planned_or_compiled_is_refused_when_training_begins(tmp
 
 
 def test_a_monitor_is_refused_on_a_planned_model(tmp_path, planned_roberta):
-    with pytest.raises(ValueError, match=r"sees nothing .* in a planned model"):
+    with pytest.raises(ValueError, match=r"records nothing .* in a planned model"):
         trained_by_transformers(planned_roberta, tmp_path, [RMMCallback(config=CONFIG, monitor=True)])
-    with pytest.raises(ValueError, match=r"sees nothing in a planned model"):
+    with pytest.raises(ValueError, match=r"records nothing in a planned model"):
         RMMCallback(config=CONFIG, compile=COMPILE, monitor=True)
 
 

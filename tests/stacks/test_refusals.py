@@ -176,7 +176,7 @@ def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_
 def test_layers_of_opacus_are_left_exact(x):
     opacus = pytest.importorskip("opacus")
     wrapped = opacus.GradSampleModule(network(convert=False))
-    with pytest.raises(ValueError, match="Opacus takes a gradient for each sample"):
+    with pytest.raises(ValueError, match="Opacus needs a gradient for each sample"):
         convert_linears(wrapped, config=CONFIG, target_modules=".*")
     wrapped(x).sum().backward()
     assert all(parameter.grad_sample.shape[0] == len(x) for parameter in wrapped.parameters())

@@ -168,7 +168,7 @@ def test_totals_are_sums_over_the_layers():
     assert table[3].split()[-2:] == ["4", "0.025"]
     assert table[4] == "2 layers keep 7 bytes; variance 0.05 of the squared gradient, 0.375 of the minibatch's variance"
     assert hash(found) == hash(Allocation(found.layers))
-    assert str(replace(found, gap=0.0123)).endswith("minibatch's variance; no other choice spares more than 1.23%")
+    assert str(replace(found, gap=0.0123)).endswith("minibatch's variance; no other choice saves more than 1.23%")
 
 
 def test_allocations_of_given_configurations():
