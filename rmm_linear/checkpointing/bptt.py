@@ -1,9 +1,9 @@
 """Train a recurrent net through long sequences in little memory (Gruslys et al. 2016, arXiv 1606.03401).
 
-`bptt_checkpoint` runs a cell over a sequence as a plain loop does, and keeps of it what a schedule says
-(`rmm_linear.planning.strategies.gruslys2016_bptt`): some states, and of some steps all that autograd keeps. The
-backward pass runs the rest again. One autograd.Function interprets the schedule with three verbs: a step without a
-graph, a step with one, and the gradient of a step.
+`bptt_checkpoint` runs a cell over a sequence as a plain loop does, and keeps the tensors of a schedule
+(`rmm_linear.planning.strategies.gruslys2016_bptt`): some states, and the saved tensors of some steps. The backward pass
+runs the other steps again. One autograd.Function interprets the schedule with three verbs: a step without a graph, a
+step with a graph, and the gradient of a step.
 
 Gradients are bit-identical to those of the plain loop
 
@@ -12,12 +12,12 @@ Gradients are bit-identical to those of the plain loop
         outputs.append(output)
     outputs = torch.stack(outputs)
 
-on deterministic kernels, for inputs, initial state and parameters. Autograd adds up what reaches a tensor in the order
-of arrival: for a parameter from the last step to the first, use by use, and for a state that is also an output first
-what comes from the outputs. Sums are not associative, so the same order is kept here: what has been added up so far is
-the first summand of a step's gradient. (A cell is taken to use a parameter equally often in each step.) Not
-bit-identical are gradients under autocast, whose cache of weights a plain loop shares between steps, and of parameters
-that are also used outside of the cell: two sums are added then, and not one.
+on deterministic kernels, for inputs, initial state and parameters. Autograd adds up the gradients of a tensor in the
+order of arrival: for a parameter from the last step to the first, use by use, and for a state that is also an output,
+the outputs' gradients first. Float sums are not associative, so this module keeps the same order: the sum so far is the
+first summand of a step's gradient. (A cell must use a parameter equally often in each step.) Gradients are not
+bit-identical under autocast, whose cache of weights a plain loop shares between steps, and for parameters that are also
+used outside of the cell, since two partial sums are added then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +45,8 @@ State = Any
 Cell = Callable[[Tensor, State], Any]
 
 _WRITES_IN_PLACE = (
-    "the cell writes in place into its state or its input, which steps that run again have to find as they were; make"
-    " new tensors: h = 0.9 * h in place of h *= 0.9"
+    "the cell writes in place into its state or its input, whose values are needed when steps run again; make new"
+    " tensors: h = 0.9 * h in place of h *= 0.9"
 )
 
 
@@ -64,12 +64,12 @@ def bptt_checkpoint(
     parameters: Sequence[Tensor] = (),
     preserve_rng_state: bool = True,
 ) -> tuple[Any, State]:
-    """Run a cell over a sequence, keeping no more for the backward pass than is allowed.
+    """Run a cell over a sequence, and keep tensors for the backward pass within a limit of memory.
 
-    The memory counts tensors kept between two steps: states, and tensors that autograd keeps of steps. Inputs,
-    parameters, the initial state, results, gradients, and temporaries of a step come on top.
+    The memory counts tensors kept between two steps: states, and tensors that autograd saves in steps. Inputs,
+    parameters, the initial state, results, gradients, and temporaries of a step are not counted.
 
-    For cuDNN's LSTM, which runs many steps in one call, let a chunk of k steps be a step:
+    For cuDNN's LSTM, which runs many steps in one call, treat a chunk of k steps as one step:
 
         chunks = inputs.unflatten(0, (-1, k))
         outputs, state = bptt_checkpoint(lstm, chunks, state, memory=0.1)
@@ -87,30 +87,29 @@ def bptt_checkpoint(
         >>> outputs.square().mean().backward()
 
     Warning:
-        The cell runs more than once for a step, with its side effects (counters, prints). It
-        must not depend on anything that changes before the backward pass ends. A module that updates a buffer
-        (running statistics) or writes in place into its state or input is refused; other state of a cell is not
-        seen.
+        The cell runs more than once for a step, with its side effects (counters, prints). The cell must not depend on
+        values that change before the backward pass ends. A module that updates a buffer (running statistics) or writes
+        in place into its state or input is refused; changes of other state of a cell are not detected.
 
     Args:
         cell: Takes one step's input and a state, and returns the next state, or a pair (output, next state). A state
-            is a tensor, or tuples, lists and dicts of tensors; outputs are likewise. Of a cell that returns a state
-            alone, its first tensor is the output: h of an LSTMCell.
+            is a tensor, or tuples, lists and dicts of tensors; outputs are likewise. If a cell returns a state alone,
+            the state's first tensor is the output: h of an LSTMCell.
         inputs: One input a step, shape (time, ...), usually (time, batch, features).
         state: The initial state.
-        memory: The most to be kept: a float in (0, 1] is a share of the plain loop's; an int is a number of
-            bytes. One step is run on the side to see how large a state and a step are.
-        slots: Instead of `memory`, places as the paper counts them; see `bptt_plan.plan_for_slots`.
-        strategy: Keep hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never
-            worse than either. Planning takes O(time^2 slots) once for "ism" and "msm": seconds for
-            some thousand steps; use chunks, or "hsm", for more.
-        host_every: With `page_to`, in place of `memory`: a state is paged out before every so many steps.
-        local_every: With `host_every`, a divisor of it: a state is kept before every so many steps that run again.
-        page_to: Where states go that need not be in memory, by double checkpointing (Bencheikh et al. 2024), which
-            runs each step forward three times: "host" for those of an accelerator, or a folder of a disk. `memory`
-            then counts the states that stay, and the fewest states are paged out for it; `strategy` has no meaning.
-        parameters: Tensors that the cell uses and that need gradients, other than its own parameters if it is a
-            module. Needed for functions.
+        memory: The limit: a float in (0, 1] is a share of the plain loop's memory; an int is a number of bytes. One
+            extra step runs to measure the sizes of a state and a step.
+        slots: Instead of `memory`, the paper's number of memory slots; see `bptt_plan.plan_for_slots`.
+        strategy: Keep hidden states ("hsm"), internal states ("ism"), or both ("msm"), which is never worse than the
+            others. Planning takes O(time^2 slots) once for "ism" and "msm": seconds for some thousand steps; use
+            chunks, or "hsm", for more.
+        host_every: With `page_to`, in place of `memory`: the number of steps from one paged state to the next.
+        local_every: A divisor of `host_every`: the number of steps from one kept state to the next in the second pass.
+        page_to: Destination of states that are paged out by double checkpointing (Bencheikh et al. 2024), which runs
+            each step forward three times: "host" for states of an accelerator, or a folder of a disk. `memory` then
+            counts the states that stay, and the fewest states are paged out for it; `strategy` has no effect.
+        parameters: Tensors that the cell uses and that need gradients, except a module's own parameters. Needed for
+            functions.
         preserve_rng_state: Whether a step that runs again draws the same random numbers (dropout). The generator's
             state is kept with each state: 5 kB on a CPU if the cell draws; it is part of `memory`.
 
@@ -118,22 +117,22 @@ def bptt_checkpoint(
         Outputs, stacked along a new first dimension, and the final state.
 
     Raises:
-        ValueError: If not exactly one of `memory`, `slots` and `host_every` is given, one is out of range, `page_to`
-            goes with none of them or is no place, the sequence is empty, the state holds no tensor, or the cell returns
-            something else than a state, uses a tensor that needs a gradient and is not among its parameters, updates a
-            buffer, or writes into its state or input.
-        InfeasibleBudgetError: If the memory does not hold one step; it names the least that would do.
+        ValueError: If not exactly one of `memory`, `slots` and `host_every` is given, an argument is out of range,
+            `page_to` is no destination or does not fit the other arguments, the sequence is empty, the state holds no
+            tensor, or the cell does not return a state, uses a tensor that needs a gradient and is not among its
+            parameters, updates a buffer, or writes into its state or input.
+        InfeasibleBudgetError: If the memory does not hold one step; the error names the least memory that suffices.
         DoubleBackwardError: In the backward pass of a backward pass: tensors for a second derivative are not kept.
     """
     leaves, structure = pytree.tree_flatten(state)
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-        raise ValueError("the state is to be a tensor, or a structure of tensors and nothing else")
+        raise ValueError("the state is not a tensor or a structure of tensors alone; pass tensors")
     if inputs.dim() < 1 or not inputs.shape[0]:
         raise ValueError(f"inputs of shape {tuple(inputs.shape)} hold no step; pass (time, ...)")
     if (host_every is None) != (local_every is None) or (host_every is not None and page_to is None):
         raise ValueError("host_every, local_every and page_to belong together: pass page_to and both, or memory")
     if sum(each is not None for each in (memory, slots, host_every)) != 1:
-        raise ValueError(f"memory={memory!r}, slots={slots!r}, host_every={host_every!r}: pass one of them")
+        raise ValueError(f"memory={memory!r}, slots={slots!r}, host_every={host_every!r}: pass exactly one")
     if page_to is not None and slots is not None:
         raise ValueError(f"slots={slots!r} goes without page_to: pass memory, or host_every and local_every")
     spacing = None if host_every is None or local_every is None else (host_every, local_every)
@@ -183,15 +182,15 @@ def step_bytes(
 
     Raises:
         ValueError: If the cell returns no state, uses a tensor that needs a gradient and is none of its parameters,
-            updates a buffer, which is given its contents back, or writes in place into its state or input.
-        RuntimeError: What the cell itself raises.
+            updates a buffer, whose contents are then restored, or writes in place into its state or input.
+        RuntimeError: If the cell itself raises a RuntimeError.
     """
     leaves, structure = pytree.tree_flatten(state)
     module = cell if isinstance(cell, nn.Module) else nn.Module()
     own, buffers = list(module.parameters()), buffers_of(module)
     generator = _Generators(input.device)
     before = generator.get()
-    # copies: what a cell writes into them is not written into the caller's
+    # copies: a cell that writes in place must not change the caller's tensors
     step = _leaf(input.detach().clone(), needs_gradient=input.requires_grad)
     states = [_leaf(leaf.detach().clone(), needs_gradient=True) for leaf in leaves]
     versions = [tensor._version for tensor in (step, *states)]
@@ -210,8 +209,8 @@ def step_bytes(
     if updated:
         raise ValueError(
             f"the cell updates {', '.join(map(repr, updated))}, among its buffers: steps run more than once, and each"
-            " time would update again. Keep it in the state, or update it outside of the cell (a batch norm: eval(), or"
-            " track_running_stats=False)"
+            " run would update again. Keep the value in the state, or update the buffer outside of the cell (for a"
+            " batch norm: eval(), or track_running_stats=False)"
         )
     if versions != [tensor._version for tensor in (step, *states)]:
         raise ValueError(_WRITES_IN_PLACE)
@@ -243,7 +242,7 @@ def _leaf(tensor: Tensor, *, needs_gradient: bool) -> Tensor:
 
 
 def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], list[Tensor], pytree.TreeSpec]:
-    """Outputs, next state and structure of the outputs of what a cell returned."""
+    """The outputs, the next state and the structure of the outputs in a cell's return value."""
     leaves, found = pytree.tree_flatten(returned)
     if found == structure:
         return leaves[:1], leaves, pytree.tree_structure(0)
@@ -255,8 +254,8 @@ def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], lis
 
 
 def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence[Tensor]) -> None:
-    """Refuse a graph that reaches tensors whose gradients are not asked for."""
-    # a parameter may have a history of its own, which is none of the step's
+    """Refuse a graph that reaches tensors that need gradients and are not known."""
+    # a parameter's own graph is not part of the step's
     ends = {tensor.grad_fn for tensor in parameters if tensor.grad_fn is not None}
     waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
     seen = set(ends)
@@ -269,7 +268,7 @@ def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence
         if leaf is not None and id(leaf) not in known:
             raise ValueError(
                 f"the cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not among its"
-                " parameters; pass it, or what was made of it, as `parameters`"
+                " parameters; pass it, or a tensor computed from it, as `parameters`"
             )
         waiting += [following for following, _ in node.next_functions if following is not None]
 
@@ -299,7 +298,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 class _State(NamedTuple):
-    """What a step starts from; without the states of the generators where they are not preserved."""
+    """The state before a step; `generators` is empty if the generators' states are not preserved."""
 
     leaves: list[Tensor]
     generators: tuple[Tensor, ...]
@@ -307,7 +306,7 @@ class _State(NamedTuple):
 
 @dataclass
 class _Step:
-    """A step whose graph is there."""
+    """A step with its graph."""
 
     input: Tensor
     state: list[Tensor]
@@ -316,7 +315,7 @@ class _Step:
 
 
 class _Run:
-    """One pass over a sequence: what is held, and the three verbs."""
+    """One forward and backward pass over a sequence: the kept states and steps, and the three verbs."""
 
     plan: BPTTPlan
     # the plan's actions that are still to come
@@ -330,20 +329,20 @@ class _Run:
     def __init__(self, cell: Cell, structure: pytree.TreeSpec, steps: int, preserve_rng_state: bool) -> None:
         self.cell = cell
         self.structure = structure
-        # of what the first step returned
+        # set by the first step
         self.output_structure: Any = None
         self.steps = steps
         self.preserve_rng_state = preserve_rng_state
-        # pairs (output, state) of places that hold the same tensor
+        # pairs of an output's and a state leaf's index that are the same tensor
         self.shared: list[tuple[int, int]] = []
         self.states: dict[int, _State] = {}
         self.pins: dict[int, int] = {}
         self.stored: dict[int, _Step] = {}
         self.is_used_up = False
         self.pager: Pager | None = None
-        # states that lie with the pager, by their number
+        # the pager's handles of paged states, by step
         self.paged: dict[int, Any] = {}
-        # the state that was paged out last, for the steps after it
+        # the state that was paged out last, from which the next steps run
         self.passing: tuple[int, _State] | None = None
         self.autocast: dict[str, Any] | None = None
 
@@ -366,7 +365,7 @@ class _Run:
         self._pin(0, leaves)
 
     def bind(self, inputs: Tensor, leaves: list[Tensor], parameters: tuple[Tensor, ...]) -> None:
-        """Take what autograd saved: between the passes nothing here refers to it."""
+        """Set the tensors that autograd saved; between the passes this object has no reference to these tensors."""
         self.inputs, self.parameters = inputs, parameters
         if self.states:
             self.states[0] = self.states[0]._replace(leaves=leaves)
@@ -376,7 +375,7 @@ class _Run:
         del self.inputs, self.parameters
 
     def advance(self, target: int, outputs: Callable[[int, list[Tensor]], None] | None) -> list[Tensor]:
-        """Run steps without a graph from the latest state that is there, and return the state before `target`."""
+        """Run steps without a graph from the latest kept state, and return the state before `target`."""
         if self.passing is not None:
             (latest, (leaves, generators)), self.passing = self.passing, None
         else:
@@ -404,7 +403,7 @@ class _Run:
             found, following = self._split(self.cell(step, self._state(state)))
         if outputs is not None:
             outputs(number, [output.detach() for output in found])
-        # edges and no tensors: an output is nothing that has to be kept
+        # edges in place of tensors, so that outputs are not kept alive
         edges = [[get_gradient_edge(t) if t.requires_grad else None for t in part] for part in (found, following)]
         return _Step(step, state, *edges), [leaf.detach() for leaf in following]
 
@@ -422,7 +421,7 @@ class _Run:
                 continue
             if kind == "store":
                 self._pin(stage, leaves)
-            # the last step is there when its turn comes, stored or not
+            # the last step is always stored: its gradient is computed first
             self.stored[stage], following = self.with_graph(stage, leaves, outputs)
             if stage == self.steps - 1:
                 break
@@ -442,7 +441,7 @@ class _Run:
                 if kind == "hold":
                     self._pin(stage, self.advance(stage, None))
                 elif kind == "release" or stage == self.steps - 1:
-                    # the last step, if it was stored, is still to be reversed in the schedule, and has been
+                    # the schedule may reverse the last step here, which was reversed above
                     self._unpin(stage)
                 elif kind == "store":
                     leaves = self.advance(stage, None)
@@ -474,14 +473,14 @@ class _Run:
     def _pin(self, number: int, leaves: list[Tensor]) -> None:
         if number not in self.states:
             now = self.generators.get() if self.preserve_rng_state else ()
-            # a cell that draws nothing leaves them as they are: one copy will do
+            # a cell that draws no random numbers does not change the generators: keep one copy
             other = next((state.generators for state in self.states.values()), now)
             is_same = all(torch.equal(one, another) for one, another in zip(now, other, strict=True))
             self.states[number] = _State(leaves, other if is_same else now)
         self.pins[number] = self.pins.get(number, 0) + 1
 
     def _fetched(self, number: int) -> _State:
-        """Bring a state back, which the pager then has no more."""
+        """Return a state from the pager, and remove it there."""
         assert self.pager is not None
         found = self.pager.take(self.paged.pop(number))
         count = self.structure.num_leaves
@@ -508,14 +507,14 @@ class _Run:
         return outputs, following
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
-        # the cache must be off: what a step without a graph puts there has no gradient
+        # the cache must be off: a step without a graph would cache weights without a graph
         if self.autocast and (self.autocast["enabled"] or torch.is_autocast_enabled(self.autocast["device_type"])):
             return torch.autocast(**self.autocast, cache_enabled=False)
         return nullcontext()
 
 
 class _Gradients:
-    """Gradients of inputs, of the state before the step that came last, and of parameters, summed so far."""
+    """Sums so far of the gradients of inputs, of the state before the latest reversed step, and of parameters."""
 
     def __init__(self, run: _Run, gradients: Sequence[Tensor | None], *, several: bool) -> None:
         count = len(gradients) - run.structure.num_leaves
@@ -530,7 +529,7 @@ class _Gradients:
                 self.of_state[place] = of_last[-1] if own is None else own + of_last[-1]
 
     def through(self, number: int, step: _Step) -> None:
-        """Take the gradients through a step."""
+        """Propagate the gradients through a step."""
         shared = {output for output, _ in self._shared}
         roots: list[tuple[Any, Tensor]] = []
         for place, edge in enumerate(step.outputs):
@@ -540,8 +539,8 @@ class _Gradients:
         following = zip(step.following, self.of_state, strict=True)
         roots += [(edge, gradient) for edge, gradient in following if edge is not None and gradient is not None]
         differentiable = bool(roots)
-        # first summands: what the outputs say of the state before this step, and what later steps say of parameters,
-        # which for one that a step uses once may as well be added afterwards (and is faster)
+        # first summands: the outputs' gradients of the state before this step, and later steps' gradients of
+        # parameters; if a step uses a parameter once, adding these afterwards gives the same bits and is faster
         seeds: dict[int, Tensor] = {}
         for output, place in self._shared if number else ():
             of_output = self._of_outputs[output]
@@ -587,7 +586,7 @@ class _BPTT(torch.autograd.Function):
 
         final = run.forward(collect)
         run.unbind()
-        # saved by autograd, which refuses a backward pass after one of them was changed in place
+        # save_for_backward, so that autograd refuses a backward pass after an in-place change
         ctx.save_for_backward(inputs, *tensors)
         ctx.run, ctx.count = run, states
         ctx.set_materialize_grads(False)
@@ -599,14 +598,14 @@ class _BPTT(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
-                "bptt_checkpoint has no second derivative: what it would need is not kept; call the cell in a plain"
-                " loop where create_graph=True is needed"
+                "bptt_checkpoint has no second derivative: the graph of its gradients is not kept; call the cell in a"
+                " plain loop if create_graph=True is needed"
             )
         run: _Run = ctx.run
         if run.is_used_up:
             raise RuntimeError(
-                "trying to go backward through bptt_checkpoint a second time: what was kept has been used up; run the"
-                " forward pass again"
+                "trying to go backward through bptt_checkpoint a second time: the kept tensors have been freed; run"
+                " the forward pass again"
             )
         inputs, *tensors = ctx.saved_tensors
         run.bind(inputs, [leaf.detach() for leaf in tensors[: ctx.count]], tuple(tensors[ctx.count :]))

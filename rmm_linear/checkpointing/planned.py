@@ -3,9 +3,9 @@
     plan = checkpoint_model(model, batch, budget="60%")     # in place; train as always
     print(plan)
 
-torch.compile's front end, Dynamo, follows the Python code: what it guards on, it traces anew when it changes. The model
-runs as it was written in eval mode, under `no_grad`, and inside of torch.func. A copy of a planned model
-(`copy.deepcopy`, `pickle`) runs as written: `nn.Module` keeps no compiled call in copies.
+torch.compile's front end, Dynamo, traces the Python code, and traces it anew when a guarded value changes. The model
+runs as written in eval mode, under `no_grad`, and inside of torch.func. A copy of a planned model (`copy.deepcopy`,
+`pickle`) runs as written: `nn.Module` keeps no compiled call in copies.
 """
 
 import warnings
@@ -49,14 +49,14 @@ class PlannedStep:
     `checkpoint_step`, `checkpoint_model` and `apply_schedule` make them.
 
     Args:
-        function: What runs.
-        model: The model whose mode says whether it is trained.
-        options: How it is planned.
-        fullgraph: Whether the function must be one graph at first. If it no longer is one later on, or the module was
-            sharded (`fully_shard`), each of its graphs is planned by itself.
+        function: The function of a step.
+        model: The model; only steps in its training mode run by plan.
+        options: The options of the plan.
+        fullgraph: Whether the first call must be one graph. If a later call is not, or if the module was sharded
+            (`fully_shard`), each graph is planned by itself.
 
     Attributes:
-        reason: Why a step did not run by plan, or not as a whole, the first one that did not; None if all did.
+        reason: Why the first step that did not run by plan, or not as a whole, did not; None if all steps did.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class PlannedStep:
         return [variant.plan for variant in self.group.variants()]
 
     def forget(self) -> None:
-        """Drop the plans: they are made anew where they are needed."""
+        """Drop the plans; later calls make new plans."""
         for graph in self.group.graphs:
             graph.variants.clear()
 
     @property
     def planned_runs(self) -> int:
-        """How many forward passes ran by plan."""
+        """The number of forward passes that ran by plan."""
         return self.group.runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, by plan if gradients are on and the model is in training mode."""
         is_trained = self._model.training and torch.is_grad_enabled()
-        # `is_compiling` is true in all threads while one compiles
+        # `is_compiling` is true in all threads while one thread compiles
         if not is_trained or torch.compiler.is_dynamo_compiling() or is_transforming():
             return self._function(*args, **kwargs)
         if (reason := hindrance()) is not None:
@@ -113,9 +113,9 @@ class PlannedStep:
         """Capture and plan the function for a sample, without running it.
 
         Raises:
-            CaptureError: If it can't be captured as one graph; it names the line, and what can be done.
+            CaptureError: If the function can't be captured as one graph; the error names the line and a remedy.
             InfeasibleBudgetError: If no schedule fits.
-            NothingToTrainError: If nothing that it returns can be differentiated.
+            NothingToTrainError: If no returned tensor requires a gradient.
         """
         if (reason := hindrance()) is not None:
             raise CaptureError(f"the step can't be captured now: {reason}")
@@ -136,7 +136,7 @@ class PlannedStep:
         raise NothingToTrainError
 
     def take(self, options: Options, capture: Capture, plan: CheckpointPlan) -> None:
-        """Run from now on by a plan for a capture of the step that `capture` captured last, under these options."""
+        """Run from now on by a plan, made with these options, for the step that `capture` captured last."""
         self.group.options = options
         variant = self.group.variants()[-1]
         variant.capture, variant.plan, variant.runner = replace(capture, rewritten=None), plan, None
@@ -172,32 +172,32 @@ def capture(
     """Capture a training step as a graph, without running it.
 
     Args:
-        model: Any module, in the mode in which it will be trained. One on the meta device is captured as if it were on
-            the CPU: planning a large model takes no memory.
-        args: Sample positional arguments; their shapes, dtypes and devices are those of the training.
+        model: Any module, in the mode in which it will be trained. A module on the meta device is captured as if it
+            were on the CPU: planning a large model takes no memory.
+        args: Sample positional arguments, with the shapes, dtypes and devices of the training.
         kwargs: Sample keyword arguments.
         step: Called as `step(model, *args, **kwargs)`; the model itself if None.
-        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
+        costs: The measure of an op's cost; see `rmm_linear.compiler.costs.cost_of`.
         gradients: See `checkpoint_step`.
 
     Returns:
         The capture.
 
     Raises:
-        CaptureError: If the step can't be captured as one graph; it names the line, and what can be done.
-        ValueError: If nothing that the step returns can be differentiated, or `gradients` is something else.
+        CaptureError: If the step can't be captured as one graph; the error names the line and a remedy.
+        ValueError: If no tensor that the step returns requires a gradient, or `gradients` is unknown.
     """
     options = Options(executor="exact", costs=costs, gradients=gradients)
     return _step_of(model, step, options).capture(args, kwargs or {})[0]
 
 
 def is_planned(model: nn.Module) -> bool:
-    """Tell whether `checkpoint_model` was called on a model, or on a module in it."""
+    """Tell whether `checkpoint_model` was called on a model or one of its submodules."""
     return any(isinstance(module._compiled_call_impl, PlannedStep) for module in model.modules())
 
 
 def remove_checkpointing(model: nn.Module) -> nn.Module:
-    """Let a model, and every module in it that `checkpoint_model` was called on, run as written; return the model."""
+    """Undo `checkpoint_model` for a model and all of its submodules; return the model."""
     for module in model.modules():
         if isinstance(module._compiled_call_impl, PlannedStep):
             del module._compiled_call_impl
@@ -205,10 +205,10 @@ def remove_checkpointing(model: nn.Module) -> nn.Module:
 
 
 def refuse_planned(model: nn.Module) -> None:
-    """Refuse a model that runs by a plan, or is compiled, already, and one that is no module.
+    """Refuse an object that is no module, and a model that runs by a plan, or is compiled, already.
 
     Raises:
-        ValueError: If it is such a model, a module in it is, or one is a wrapper for training on several devices.
+        ValueError: If the model or a submodule is such, or is a wrapper for training on several devices.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}, and plans are for an nn.Module and its parameters")
@@ -232,7 +232,7 @@ def refuse_planned(model: nn.Module) -> None:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    # torch.distributed may not be there
+    # torch.distributed may not be available
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
@@ -274,16 +274,15 @@ def apply_schedule(
     gradients: str = "kept",
     page_to: str | Path | None = None,
 ) -> PlannedStep:
-    """Run a training step by a given schedule for the captured step, for instance one that was saved as JSON.
+    """Run a training step by a given schedule for the captured step, for instance a schedule saved as JSON.
 
-    `checkpoint_step` describes the other arguments. `gradients` and `page_to` have the values that the schedule was
-    planned with.
+    `checkpoint_step` describes the other arguments. `gradients` and `page_to` must be those of the schedule's plan.
 
     Returns:
         The step, to be called with batches of the sample's shapes: `loss = step(batch); loss.backward()`.
 
     Raises:
-        ScheduleError: If the schedule was not made for this step, or is wrong; also later on, for another shape.
+        ScheduleError: If the schedule is invalid or not of this step; also in a later call with another shape.
         CaptureError: If the step can't be captured.
         ValueError: As `checkpoint_step`, eval mode included.
 
@@ -318,30 +317,30 @@ def checkpoint_step(
     """Plan a training step, loss included, within a byte budget.
 
     Args:
-        model: The model, in the mode in which it is trained; it stays as it is.
-        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss, or the loss among other things; None if
-            the model itself returns it.
-        sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional ones, or a single one.
-        budget: The most that may be in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
+        model: The model, in the mode in which it is trained; the model itself is not changed.
+        loss_fn: Called as `loss_fn(model, *args, **kwargs)`, returns the loss, or the loss among other values; None if
+            the model itself returns the loss.
+        sample: Arguments of the step: a mapping of keyword arguments, a tuple of positional arguments, or one argument.
+        budget: The most bytes in memory at any time beside parameters, buffers and the batch: bytes, "8GiB", or
             "60%" (or 0.6) of the captured step's peak without a plan, each op run once and its results freed after
             their last use. Eager mode often takes more: see `CheckpointPlan.eager_peak_bytes`.
         strategy: One of `available_strategies()`.
-        costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
-        gradients: "kept" counts the gradients of parameters, each from where it is ready to the end, as its `.grad`.
-            "freed" plans for steps that leave none behind: an optimizer takes each in the backward pass
-            (`register_post_accumulate_grad_hook`), or it is added to one that was there before, as in all micro-batches
-            but the first.
-        page_to: A folder, or "host" for the host's memory, to which the strategy "patil2022_poet" may move tensors and
-            bring them back; None for nowhere.
+        costs: The measure of an op's cost: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
+        gradients: "kept" counts each parameter's gradient from its computation to the end of the step, as its `.grad`.
+            "freed" plans for steps that add no gradients to memory: an optimizer frees each in the backward pass
+            (`register_post_accumulate_grad_hook`), or each is added to an existing `.grad`, as in all micro-batches but
+            the first.
+        page_to: A folder, or "host" for the host's memory, to which the strategy "patil2022_poet" may page tensors;
+            None for no paging.
 
     Returns:
         The step; call it in the place of `loss_fn(model, ...)`. Its `plans` are the plans so far.
 
     Raises:
         CaptureError: If the step can't be captured.
-        InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or a module in it
-            is checkpointed or compiled already, or wrapped as by DistributedDataParallel.
+        InfeasibleBudgetError: If the strategy finds no schedule that fits; the error names the least peak found.
+        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or a submodule is
+            checkpointed or compiled already, or wrapped as by DistributedDataParallel.
     """
     options = Options(budget, strategy, "exact", costs, gradients, page_to=page_to)
     return _planned(model, loss_fn, sample, options)[0]
@@ -359,16 +358,17 @@ def checkpoint_model(
 ) -> CheckpointPlan:
     """Plan a model's forward and backward pass within a byte budget, in place.
 
-    The model's call is compiled until `remove_checkpointing(model)`, as `model.compile` does it. The loss may belong to
-    the model, as in Hugging Face's models that are given labels, or come after it; then the gradients that arrive at
-    the model's outputs are outside of the budget.
+    The model's call is compiled, as by `model.compile`, until `remove_checkpointing(model)`. The model may compute the
+    loss, as Hugging Face's models do with labels. If the loss is computed outside, the budget leaves out the gradients
+    of the model's outputs.
 
     Args:
-        model: The model, or a block of one, in the mode in which it is trained.
-        sample: Arguments of the model: a mapping of keyword arguments, a tuple of positional ones, or a single one.
+        model: The model, or a block of a model, in the mode in which it is trained.
+        sample: Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or one
+            argument.
         budget: See `checkpoint_step`.
         strategy: One of `available_strategies()`.
-        costs: How ops are priced: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
+        costs: The measure of an op's cost: "roofline", "flops", "bytes", "ms" (measured here) or "ops".
         gradients: "kept" or "freed"; see `checkpoint_step`.
         page_to: See `checkpoint_step`.
 
@@ -376,11 +376,11 @@ def checkpoint_model(
         The plan for the sample's shapes; print it. Other shapes are planned when they first occur, for the same budget.
 
     Raises:
-        CaptureError: If the model can't be captured as one graph; it stays as it is then, here and below.
-        InfeasibleBudgetError: If the strategy finds no schedule that fits; it names the least that was found.
-        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or it or a module
-            in it is checkpointed or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan it
-            before that.
+        CaptureError: If the model can't be captured as one graph; no error here changes the model.
+        InfeasibleBudgetError: If the strategy finds no schedule that fits; the error names the least peak found.
+        ValueError: If the budget, the strategy or `gradients` is unknown, the model is in eval mode, or the model or a
+            submodule is checkpointed or compiled already, or wrapped as by DistributedDataParallel or fully_shard: plan
+            the model before wrapping.
 
     Examples:
         >>> import torch

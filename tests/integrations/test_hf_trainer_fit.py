@@ -155,7 +155,7 @@ def test_options_that_contradict_fit_are_refused(options, message):
 
 @pytest.mark.parametrize("name", ["noise_target", "model"])
 def test_an_option_that_nothing_has_is_refused_at_once(name):
-    with pytest.raises(TypeError, match=f"RMMCallback takes no {name}"):
+    with pytest.raises(TypeError, match=f"RMMCallback has no argument {name}"):
         RMMCallback(ratio=0.5, **{name: 0.5})
 
 
