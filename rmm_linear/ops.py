@@ -1,9 +1,9 @@
 """The opaque torch operators: a seed is drawn, an input is compressed, a weight's gradient is formed, keys are split.
 
-They are defined with `torch.library` so that torch.compile, CUDA graphs, selective checkpointing, FLOP counters and
-fake tensors see one node with a known output shape. Sizes that follow from the number of rows are SymInt: a compiled
-model does not recompile for every sequence length. A configuration comes as text, its `graph_key`. All operators run
-with autocast off.
+`torch.library` defines the operators, so that torch.compile, CUDA graphs, selective checkpointing, FLOP counters and
+fake tensors see one node with a known output shape. Sizes that follow from the number of rows are SymInts: a compiled
+model does not recompile for every sequence length. A configuration is passed as text, its `graph_key`. All operators
+run with autocast off.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,12 +2,11 @@
 
     python kernels/benchmarks/each_kernel.py [--only hadamard] [--repeats 20] [--results DIR]
 
-Every repetition times the reference and the kernel, one after the other, on inputs that take turns and are larger
-together than the device's cache. Times are medians, the kernel's with 20/80 quantiles. Errors are root mean squares
-against a float64 computation, relative to its result; a kernel fails if its error is more than twice its reference's,
-and 1e-5 above that.
+Every repetition times the reference and the kernel, one after the other, on rotating inputs that together exceed the
+device's cache. Times are medians, the kernel's with 20/80 quantiles. Errors are root mean squares against a float64
+computation, relative to its result; a kernel fails if its error exceeds twice its reference's error plus 1e-5.
 
-On a processor (`--device cpu`) there is nothing but the references to time; tiny shapes show that the script works.
+On a CPU (`--device cpu`) only the references are timed, on tiny shapes that test the script.
 """
 
 import argparse
@@ -32,7 +31,7 @@ SHAPES = ((8192, 768), (8192, 3072), (16384, 4096))
 TINY_SHAPES = ((256, 48),)
 
 KINDS = ("int8", "int4")
-# A reference may take a hundred times as long as its kernel, and its median need not be as sharp.
+# A reference may take a hundred times as long as its kernel, and needs a less precise median.
 _REFERENCE_REPEATS = 5
 _BLOCK_ROWS = 64
 # Bits of the codes that share a step and an offset.
@@ -46,8 +45,8 @@ class Case:
     Attributes:
         op: Folder of the op.
         function: Name of the reference and of the kernel's launcher.
-        name: The case, for people.
-        shape: Of x.
+        name: Name of the case in the output.
+        shape: Shape of x.
         make: Makes a new set of tensors, the first arguments.
         options: All other arguments.
     """
@@ -60,7 +59,7 @@ class Case:
     options: dict[str, Any]
 
 
-# Columns of the results file that are empty where there is nothing to tell.
+# Columns of the results file that may be empty.
 _FIGURES = (
     *("reference_us", "kernel_us", "kernel_us_q20", "kernel_us_q80", "kernel_over_reference"),
     *("reference_error", "kernel_error"),
@@ -105,24 +104,24 @@ def cases(shapes: tuple[tuple[int, int], ...], *, device: torch.device, dtype: t
 
 
 def _value(case: Case, result: Any, tensors: tuple[Any, ...]) -> Tensor:
-    """The tensor that is compared: values in place of codes."""
+    """The tensor to compare: a sketch, or the values of codes."""
     if not isinstance(result, tuple):
         return result
     return dequantize(*result, tensors[1], **case.options, features=case.shape[1])
 
 
 def measured_errors(case: Case, launcher: Callable[..., Any] | None) -> tuple[float, float | None]:
-    """Return the error of the reference and that of the kernel, None without one."""
+    """Return the error of the reference, and that of the kernel, which is None without a launcher."""
     tensors = case.make()
     wide = tuple(t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors)
     options = case.options | ({"dtype": torch.float64} if "dtype" in case.options else {})
     if case.function == "dequantize":
-        # scales are what they are
+        # scales keep their dtype
         wide = tensors
     reference = implementation(case, "reference")
     exact = _value(case, reference(*wide, **options), wide).double()
     if case.function == "quantize":
-        # of x itself
+        # the error is relative to x itself
         exact = tensors[0].double()
 
     def error(function: Callable[..., Any]) -> float:
@@ -133,7 +132,7 @@ def measured_errors(case: Case, launcher: Callable[..., Any] | None) -> tuple[fl
 
 
 def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Time one case and measure its error; `repeats` are timed, after two that are not."""
+    """Time one case and measure its error, with `repeats` timed repetitions after two untimed ones."""
     launcher = implementation(case, "kernel") if device.type == "cuda" else None
     calls = {"reference": implementation(case, "reference")}
     if launcher is not None:
@@ -195,7 +194,7 @@ def _printed(row: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every case and write one CSV file; the exit status is 1 where a kernel failed or is not exact enough."""
+    """Measure every case and write one CSV file; the exit status is 1 if a kernel fails or is not exact enough."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for tiny shapes and the references alone")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -222,12 +221,12 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             row = measure(case, device=device, dtype=dtype, repeats=options.repeats)
         except Exception as error:
-            # The others' figures are worth having all the same.
+            # Go on: other cases may work.
             note = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             row = _row(case, device, dtype, {}, note=note, failed=True, repeats=0)
         found.append(row)
         print(_printed(row), flush=True)
-        # After each: a run that is ended early has measured something.
+        # Written after each case, so that an interrupted run has results.
         write_csv(path, found)
     print(f"written to {path}")
     return 1 if any(row["failed"] for row in found) else 0

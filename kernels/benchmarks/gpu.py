@@ -1,11 +1,11 @@
-"""Everything that only a GPU can say, in turn and within a budget of wall-clock time: `make gpu`.
+"""Run all tests and measurements that need a GPU, in turn and within a budget of wall-clock time: `make gpu`.
 
     python kernels/benchmarks/gpu.py [--budget 480] [--only layer ...] [--results DIR]
 
-Each stage is one process, or several at the same time: the tests of a kernel have processes of their own, for a bad
-access is the end of all tests of its process. A stage whose time is up is interrupted, on which pytest still tells what
-failed; one that fails stops no other. What each process prints lands in `results/<gpu>/output/`, the tables and
-`summary.json` beside it. The interpreter is the one that runs this script; nothing is installed or downloaded.
+Each stage runs one process, or several at the same time: each kernel's tests have separate processes, since an illegal
+memory access ends all tests of its process. A stage is interrupted when its time is up, and pytest then lists the
+failures; a failed stage does not stop other stages. The output of each process goes to `results/<gpu>/output/`, the
+tables and `summary.json` to its parent. Processes run this script's interpreter; nothing is installed or downloaded.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from result_files import RESULTS, check_results_folder, commit_name, slug, write
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent
 BUDGET_SECONDS = 480.0
-# Between the interrupt and the end by force.
+# Seconds between SIGINT and SIGKILL.
 _GRACE_SECONDS = 5.0
-# At the same time: each has a context of its own in the GPU's memory.
+# The most processes at the same time, since each has its own context in the GPU's memory.
 _MOST_PROCESSES = min(16, os.cpu_count() or 1)
-# Processes that share a file of the kernels' tests, and those that share all other tests.
+# Numbers of processes that share one file of the kernels' tests, and that share all other tests.
 _FILE_SHARES, _TEST_SHARES = 2, 8
 
 
@@ -41,10 +41,10 @@ class Stage:
     """Commands that run at the same time.
 
     Attributes:
-        name: For people and `--only`.
-        commands: Each command by its name; they run in the root of the repository.
-        seconds: Its budget; what earlier stages left over comes on top.
-        needs: Packages without which it is skipped.
+        name: Name for `--only` and the output.
+        commands: Each command by its name, run in the root of the repository.
+        seconds: The stage's budget; time that earlier stages did not use is added.
+        needs: Packages without which the stage is skipped.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: "passed", "failed" or "skipped", and the exit status of each command that failed."""
+    """The result of a stage: "passed", "failed" or "skipped", and the exit status of each command that failed."""
 
     name: str
     status: str
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def stages(results: Path) -> list[Stage]:
-    """List what is run, what matters most first."""
+    """Return the stages, the most important first."""
     into = ("--results", str(results))
     glue = [sys.executable, "-m", "experiments.glue.run", "--config", "demo", "--precision", "bfloat16", "--no-timing"]
     glue += ["--force", "--results", str(results / "demo"), "--method"]
@@ -74,7 +74,7 @@ def stages(results: Path) -> list[Stage]:
     steps += ["--models", "roberta", *into, "--ways", "checkpointing in each block", "torch.compile", "both"]
     steps += ["8 bits", "budget 60%"]
     trainer = ("transformers", "datasets", "evaluate", "accelerate")
-    # the seconds are what an H100's machine takes, and a quarter more
+    # the seconds are the times on an H100, plus a quarter
     return [
         Stage("doctor", {"doctor": [sys.executable, "-m", "rmm_linear.cli", "doctor"]}, 30),
         Stage("layer", {"layer": _script("layer.py", "--device", "cuda", "--repeats", "20", *into)}, 20),
@@ -104,14 +104,14 @@ def _kernel_tests() -> dict[str, list[str]]:
 
 
 def _other_tests() -> dict[str, list[str]]:
-    # files that import what this machine lacks must not stop the others
+    # a file that imports a missing package must not stop the other files
     options = ("-m", "gpu and not slow", "--continue-on-collection-errors", "--ignore", "tests/kernels/on_triton")
     shares = range(1, _TEST_SHARES + 1)
     return {f"share {number}": _pytest(number, _TEST_SHARES, *options, "tests") for number in shares}
 
 
 def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
-    """Run one stage, and end all processes that it started after so many seconds; their output goes to the folder."""
+    """Run one stage, and end all of its processes after this time; their output goes to the folder."""
     missing = [name for name in stage.needs if importlib.util.find_spec(name) is None]
     if missing or seconds <= 0:
         return Outcome(stage.name, "skipped", f"not installed: {', '.join(missing)}" if missing else "no time was left")
@@ -128,12 +128,12 @@ def run_stage(stage: Stage, seconds: float, folder: Path) -> Outcome:
 
 
 def _run(command: Sequence[str], output: Path, seconds: float) -> str:
-    """Run one command, and say what went wrong, if anything did."""
+    """Run one command, and return the reason of its failure, or ""."""
     if seconds <= 0:
         return "no time was left to begin"
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    # kernels are to be compiled here, whatever the shell is set up for
+    # compile kernels even if the shell's environment selects the interpreter
     environment.pop("TRITON_INTERPRET", None)
     with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -154,13 +154,13 @@ def _run(command: Sequence[str], output: Path, seconds: float) -> str:
                 process.wait(_GRACE_SECONDS)
             return "its time was up"
         finally:
-            # what it may have left behind, too
+            # child processes may still run
             _signal(process, signal.SIGKILL)
             process.wait()
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:
-    # gone already, most often
+    # most often the process has already ended
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     for stage in known:
         if options.only and stage.name not in options.only:
             continue
-        # What the stages before did not need of their budgets is this one's; what is beyond the whole is nobody's.
+        # A stage may use the time that earlier stages left, within the whole budget.
         planned += stage.seconds
         elapsed = time.monotonic() - began
         outcomes.append(run_stage(stage, min(planned, options.budget) - elapsed, results / "output"))

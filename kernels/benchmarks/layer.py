@@ -3,12 +3,12 @@
     python kernels/benchmarks/layer.py [--device cuda] [--dtype bfloat16] [--repeats 30] [--results DIR]
 
 Every repetition times nn.Linear and then every variant once, so that a change of the machine's speed during the run
-meets all of them; the ratio is taken within the repetition, and its median and 20/80 quantiles are reported. Inputs
+affects all variants; the ratio is taken within the repetition, and its median and 20/80 quantiles are reported. Inputs
 rotate through several tensors, so that no variant finds its input in a cache. Kept bytes are counted on the layer's
-saved tensors and compared with what `RMMConfig.saved_bytes` says.
+saved tensors and compared with `RMMConfig.saved_bytes`.
 
-On CUDA the times are the device's own: the host is given a head start, as it has it in training. Transient memory is
-what a step has at a time beyond what it returns: in the forward pass the output, in the backward pass the gradients.
+On CUDA the times are the device's own: the host enqueues in advance, as in training. Transient memory is the peak of a
+step beyond its results: the output in the forward pass, the gradients in the backward pass.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from rmm_linear import RMMConfig, RMMLinear, __version__, available_sketches
 from rmm_linear.memory import measure_kept_bytes
 
 RATIOS = (0.5, 0.25, 0.1)
-# (rows, in, out); on a processor small enough for one of a few cores.
+# (rows, in, out); on a CPU small enough for a few cores.
 GPU_SHAPES = ((8192, 768, 3072), (16384, 1024, 4096), (8192, 4096, 14336))
 SHAPES = ((4096, 768, 3072), (4096, 3072, 768), (4096, 768, 768), (8192, 384, 1536))
-# The default without centering, the default, and the paper's; and the storage.
+# The default without centering, the default, and the paper's sketch; and the storage.
 VARIANTS = (("hadamard", False, None), ("hadamard", True, None), ("gaussian", False, None))
 GPU_VARIANTS = tuple(("hadamard", center, storage) for storage in (None, "int8") for center in (False, True))
 _ROTATING = 3
@@ -43,13 +43,13 @@ def _forget_gradients(layer: nn.Module, x: Tensor) -> None:
 
 
 def _step(layer: nn.Module, x: Tensor, g: Tensor) -> float:
-    """Milliseconds of one forward and backward pass."""
+    """Run one forward and backward pass, and return its milliseconds."""
     _forget_gradients(layer, x)
     return milliseconds(lambda: layer(x).backward(g), x.device)
 
 
 def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
-    """What a step has at a time beyond what it leaves: the output, and after the backward pass the gradients."""
+    """The peak of a step's memory beyond its results: the output, and after the backward pass the gradients."""
     if not x.is_cuda:
         return ""
     _forget_gradients(layer, x)
@@ -58,7 +58,7 @@ def _transient_bytes(layer: nn.Module, x: Tensor, g: Tensor) -> int | str:
     torch.cuda.reset_peak_memory_stats(x.device)
     output = layer(x)
     torch.cuda.synchronize(x.device)
-    # by itself: the memory of the gradients would hide what is gone before they come
+    # the forward pass is measured separately: the gradients' memory would hide its freed temporaries
     forward = torch.cuda.max_memory_allocated(x.device) - before - output.untyped_storage().nbytes()
     torch.cuda.reset_peak_memory_stats(x.device)
     output.backward(g)
@@ -75,18 +75,18 @@ def benchmark(
     dtype: torch.dtype,
     repeats: int,
 ) -> Iterator[dict[str, Any]]:
-    """Time all variants of one shape next to nn.Linear.
+    """Time nn.Linear and all variants for one shape.
 
     Args:
         shape: (rows, in, out).
         variants: Configurations of the sketched layers.
-        device: Where to run.
+        device: Device of the layers.
         dtype: Dtype of parameters and inputs.
-        repeats: Timed repetitions, after three that are not.
+        repeats: Timed repetitions, after three untimed ones.
 
     Yields:
         Lines of the results file: times in milliseconds, ratios to nn.Linear within a repetition. The transient bytes
-        are empty on a processor.
+        are empty on a CPU.
     """
     rows, features, out = shape
     kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -107,7 +107,7 @@ def benchmark(
     for index, (config, layer) in enumerate(zip(variants, layers, strict=True), start=1):
         low, middle, high = quantiles(table[:, index] / table[:, 0])
         x = inputs[0][0]
-        # x itself is excluded: an exact layer would keep it, and here it lives as an input anyway.
+        # x itself is excluded: x lives as an input anyway.
         kept = measure_kept_bytes(layer, x, exclude=[layer, x])
         yield {
             "hardware": hardware_name(device),
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in benchmark(shape, variants, device=device, dtype=dtype, repeats=options.repeats):
             found.append(row)
             _print_row(row)
-        # After each: a run that is ended early has measured something.
+        # Written after each shape, so that an interrupted run has results.
         write_csv(path, found)
     print(f"written to {path}")
     return 0

@@ -1,4 +1,4 @@
-"""What the timing benchmarks share: which machine this is, and a clock for its device."""
+"""Functions of all timing benchmarks: the name of the hardware, and a clock for its device."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Cycles that the device idles while the host enqueues what is timed, about a millisecond.
+# Cycles, about a millisecond, that the device idles while the host enqueues the timed work.
 _HEAD_START = 2_000_000
 
 
@@ -29,7 +29,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
-    """Return the device of a `--device` option, or end the program with what is wrong with it."""
+    """Return the device of a `--device` option, or end the program with an error message."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -42,8 +42,7 @@ def device_of(parser: argparse.ArgumentParser, name: str) -> torch.device:
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Time one call.
 
-    On CUDA the device is held up while the host enqueues the call, so that the time is the device's own and not that of
-    launches which come late.
+    On CUDA the device idles while the host enqueues the call, so that late launches do not count in the time.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -66,6 +65,6 @@ def quantiles(values: Tensor) -> tuple[float, float, float]:
 
 
 def rotating_count(size_bytes: int, device: torch.device) -> int:
-    """Return how many inputs, 3 to 64, must take turns so that none is found in the cache of the device."""
+    """Return the number of inputs, 3 to 64, that must rotate so that no input stays in the device's cache."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return max(3, min(64, -(-3 * cache // max(1, size_bytes))))

@@ -1,4 +1,4 @@
-"""The files that the benchmarks write: where they go, which commit they are of, and each whole or not at all."""
+"""Write the benchmarks' result files atomically, and find their folder and their commit."""
 
 import argparse
 import csv
@@ -30,7 +30,7 @@ def slug(name: str) -> str:
 
 
 def check_results_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
-    """Make the folder of a `--results` option, or end the program: better now than after the measurement."""
+    """Make the folder of a `--results` option, or end the program before the measurement."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, probe = tempfile.mkstemp(dir=folder, suffix=".part")
@@ -41,14 +41,14 @@ def check_results_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: an interrupted run leaves the former one."""
+    """Write a file atomically: an interrupted run leaves the former file."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_text(text, encoding="utf-8", newline="")
     os.replace(partial, path)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table of at least one row, all with the same columns, whole or not at all."""
+    """Write a table of at least one row, all with the same columns, atomically."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

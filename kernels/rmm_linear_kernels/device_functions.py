@@ -7,7 +7,7 @@ import triton.language as tl
 @triton.jit
 def converted(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """A float32 in another type, rounded to nearest even."""
-    # the interpreter cuts the lower half of a float32 off
+    # the interpreter would truncate a float32 to bfloat16
     IS_CUT: tl.constexpr = INTERPRETED and TYPE.is_bf16()
     if IS_CUT:
         bits = value.to(tl.int32, bitcast=True)
@@ -18,7 +18,7 @@ def converted(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def spread(vector):
-    """The vector, made by few threads and handed to the others."""
-    # A vector that belongs to the rows or the columns of a tile is otherwise computed by every thread that holds a part
-    # of the row or the column, which takes longer than the tile itself. The compiler looks through all but a gather.
+    """The vector, computed by few threads and distributed to the other threads."""
+    # Otherwise every thread that holds a part of a row (or column) of a tile computes the row's element of the vector,
+    # which takes longer than the tile itself. A gather is the only way to prevent this that the compiler does not undo.
     return tl.gather(vector, tl.arange(0, vector.shape[0]), 0)

@@ -1,16 +1,16 @@
 """Random numbers as functions of a seed tensor: torch's own generator on a CPU, Philox elsewhere.
 
-Philox in plain torch takes a thousand small operations a step of a layer, where torch's generator (mt19937) takes one
-for each tensor. So a CPU draws by the generator, and the S of a seed on a CPU is another one than that of the Triton
-kernels and their references, which draw by Philox. In Triton's interpreter, tensors of a CPU stand in for a GPU's.
+Philox in plain torch takes a thousand small operations in each step of a layer; torch's generator (mt19937) takes one
+for each tensor. So the generator draws on a CPU, and a seed gives another S there than in the Triton kernels and their
+references, which draw by Philox. In Triton's interpreter, CPU tensors represent a GPU's.
 
 Each use of a seed has its own stream: the seed is mixed (the finaliser of splitmix64, Steele et al. 2014), the number
-of the use is added, and the sum is mixed again. So a sketch is independent of the rounding of the values that it
-stores, and streams of neighbouring seeds (of data-parallel ranks, say) are independent. The generator is seeded with
-the lower 32 bits of the mixed number: one pair of seeds in 2**32 has the same stream. `hadamard/reference.py` uses the
+of the use is added, and the sum is mixed again. So a sketch is independent of the rounding of its stored values, and
+streams of neighbouring seeds (of data-parallel ranks, for example) are independent. The generator is seeded with the
+lower 32 bits of the mixed number: one pair of seeds in 2**32 has the same stream. `hadamard/reference.py` uses the
 upper 32 bits as a random number.
 
-The streams are a promise for one version of this library, one of torch, and one kind of processor: same seed, same S.
+A seed gives the same S for one version of this library, one version of torch, and one kind of processor.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from .philox import reference as philox
 
 STANDS_IN_FOR_GPU = IS_INTERPRETED
 _MASK64 = (1 << 64) - 1
-# Splitmix64's increment: the number 0 is not mixed to 0.
+# Splitmix64's increment, by which 0 is not mixed to 0.
 _INCREMENT = 0x9E3779B97F4A7C15
 
 
 def is_drawn_on_cpu(x: Tensor) -> bool:
-    """Tell whether torch's generator draws for a tensor, and not Philox."""
+    """Tell whether torch's generator, and not Philox, draws for a tensor's device."""
     return x.is_cpu and not STANDS_IN_FOR_GPU
 
 
@@ -48,11 +48,11 @@ def for_each(seed: Tensor, stream: int, draw: Callable[[torch.Generator], Tensor
 
     Args:
         seed: 64-bit seeds on the CPU, shape (...,), int64.
-        stream: Which use of the seeds.
-        draw: Makes a tensor out of a generator, always of the same shape.
+        stream: The number of the use.
+        draw: Draws a tensor from a generator, always of the same shape.
 
     Returns:
-        The tensors, shape (..., shape of one).
+        The tensors, shape (..., shape of one tensor).
     """
     if seed.dim() == 0:
         return draw(generator_of(int(seed), stream))

@@ -1,4 +1,4 @@
-"""The strided-block Hadamard sketch on a GPU: one reading of x, the mixing matrix made in registers.
+"""The strided-block Hadamard sketch on a GPU: one pass over x, with the mixing matrix generated in registers.
 
 A program takes one block of rows and a tile of features. It draws the block's signs and the kept rows of H, forms the
 (kept, rows of the block) matrix of +-1, and multiplies the rows by it on the tensor cores.
@@ -14,7 +14,7 @@ from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import CHOICE_STREAM, SIGN_STREAM, random_word, sign_bit
 from . import reference
 
-# Rows of a block that are multiplied at a time; the least that a product on the tensor cores takes is 16.
+# Rows of a block that are multiplied at a time; a product on the tensor cores needs at least 16.
 _CHUNK = 64
 _LEAST = 16
 _TILE = 128
@@ -22,7 +22,7 @@ _TILE = 128
 
 @triton.jit
 def _parity(bits):
-    """The number of ones of each 32-bit number, modulo 2."""
+    """The number of 1 bits of each 32-bit number, modulo 2."""
     bits = bits ^ (bits >> 16)
     bits = bits ^ (bits >> 8)
     bits = bits ^ (bits >> 4)
@@ -33,7 +33,7 @@ def _parity(bits):
 
 @triton.jit
 def _is_nonsquare(number, SQUARES: tl.constexpr):
-    """1 where a number modulo the prime is no square: bit `number` of SQUARES is 1 for squares other than 0."""
+    """1 if a number modulo the prime is no square: bit `number` of SQUARES is 1 for squares other than 0."""
     return 1 - ((tl.full(number.shape, SQUARES, tl.int64) >> number.to(tl.int64)) & 1).to(tl.int32)
 
 
@@ -63,7 +63,7 @@ def _is_negative(row, column, PRIME: tl.constexpr, SQUARES: tl.constexpr):
 
 @triton.jit
 def _sylvester_rows(seed, combination, ORDER: tl.constexpr, DEGREE: tl.constexpr, POLYNOMIAL: tl.constexpr):
-    """The rows of H that combinations are: `reference.columns_of_words` for powers of 2."""
+    """The row of H of each combination: `reference.columns_of_words` for powers of 2."""
     word = random_word(seed, combination * 0, CHOICE_STREAM)
     power = 1 + ((word.to(tl.uint64) * (ORDER - 1)) >> 32).to(tl.int32)
     number = (combination * (combination + 1)) >> 1
@@ -76,7 +76,7 @@ def _sylvester_rows(seed, combination, ORDER: tl.constexpr, DEGREE: tl.constexpr
 
 @triton.jit
 def _ranked_rows(seed, ORDER: tl.constexpr, ORDER_2: tl.constexpr, KEPT_2: tl.constexpr):
-    """The rows of H in the order of their keys, for orders that are no power of 2; ORDER_2 and KEPT_2 are."""
+    """The rows of H in the order of their keys, for orders that are no power of 2, unlike ORDER_2 and KEPT_2."""
     item = tl.arange(0, ORDER_2)
     key = random_word(seed, item, CHOICE_STREAM)
     mine, other = key[:, None], key[None, :]
@@ -135,9 +135,9 @@ def _hadamard_sketch_kernel(
             other=0.0,
         )
         if INTERPRETED:
-            # its arithmetic is that of numpy, which has no bfloat16
+            # the interpreter computes with numpy, which has no bfloat16
             x = x.to(tl.float32)
-        # a counter a row, which one thread computes for all
+        # one counter for each row, which one thread computes for all threads
         sign = spread(sign_bit(seed, block * sign_stride + place, SIGN_STREAM).to(tl.int32))
         negative = _is_negative(chosen[:, None], place[None, :], PRIME, SQUARES) ^ sign[None, :]
         entries = (1 - 2 * negative).to(tl.float32)
@@ -167,7 +167,7 @@ def hadamard_sketch(
     order = reference.hadamard_order(block_rows)
     prime = reference.paley_prime(order)
     degree = order.bit_length() - 1
-    # float32 takes three products of tf32 parts, and as many registers
+    # float32 takes three products of tf32 parts, and three times the registers
     is_wide = x.dtype == torch.float32
     chunk = max(_LEAST, triton.next_power_of_2(min(order, _CHUNK // 2 if is_wide else _CHUNK)))
     _hadamard_sketch_kernel[blocks, triton.cdiv(features, _TILE)](

@@ -1,29 +1,29 @@
 """The strided-block Hadamard sketch in plain torch, which the GPU kernel has to match.
 
 The rows are split into K blocks by stride: block k holds rows k, k + K, k + 2K, ... (neighbours in a sequence are
-alike, so that contiguous blocks would have more variance). In block k
+correlated, so that contiguous blocks would have more variance). In block k
 
     S_k^T = H[columns] diag(signs_k) / sqrt(p)
 
 with independent fair signs for all rows, and p rows of a Hadamard matrix H of order b, drawn without replacement and
 shared by all blocks. Given the columns, E over the signs of S_k S_k^T is already I, so that sharing them costs no
 variance. A block of m real rows uses the smallest order b >= m that has a known construction here (every multiple of 4
-up to 64 but 52, see `hadamard_order`), and the first m columns of H: the missing rows act as zeros, and the less
-padding, the less variance.
+up to 64 but 52, see `hadamard_order`), and the first m columns of H: the missing rows count as zeros, and less padding
+means less variance.
 
-How the columns are drawn. The variance asks for one thing: each pair of columns must be drawn with the same
-probability. Where b = 2^k, c_i = a u_i does that, with one random a other than 0, distinct fixed u_i, and the product
-of the field GF(2^k): c_i + c_j = a (u_i + u_j) is uniform over all numbers but 0, and the products of two rows of
-Sylvester's matrix depend on that sum alone. One random word and a few shifts make them, where a uniform subset takes b
+Drawing of the columns. The variance formula requires only that each pair of columns is drawn with the same
+probability. For b = 2^k, c_i = a u_i has this property, with one random a other than 0, distinct fixed u_i, and the
+product of the field GF(2^k): c_i + c_j = a (u_i + u_j) is uniform over all numbers but 0, and the products of two rows
+of Sylvester's matrix depend on that sum alone. This takes one random word and a few shifts; a uniform subset takes b
 words and a sort. u_i = i (i + 1) / 2 modulo b, a permutation, lies in no subgroup: the subset is as evenly spread as a
-uniform one, where u_i = i would be a subspace at p = b / 2 and pair each row with a single other one. For the other
-orders, which belong to a few hundred rows at most, the columns are a uniform subset.
+uniform subset, whereas u_i = i would be a subspace at p = b / 2 and pair each row with a single other row. For other
+orders, which are used for a few hundred rows at most, the columns are a uniform subset.
 
 Row j of block k has bit k * S + j of Philox's stream of signs, S being m rounded up to a multiple of 64.
 
-A CPU draws by torch's generator. H is the same at every step. Where b is 2^k, a CPU takes the rows a^t, a^(t + 1), ...
-of a primitive element a of GF(2^k), from a random t of b - 1 on: such a run of a constant matrix takes no operation to
-gather, and a^(t + i) + a^(t + j) is uniform over all numbers but 0, as above.
+On a CPU, torch's generator draws, and H is cached. For b = 2^k the CPU takes the rows a^t, a^(t + 1), ... of a
+primitive element a of GF(2^k), from a random t of b - 1 on: a slice of the cached rows needs no gather, and
+a^(t + i) + a^(t + j) is uniform over all numbers but 0, as above.
 """
 
 from functools import lru_cache
@@ -34,7 +34,7 @@ from torch import Tensor
 from .. import random
 from ..philox.reference import SIGN_STREAM, signs_and_keys, smallest_keys
 
-# Philox's signs of a block begin at a multiple of this.
+# The signs of a block begin at a multiple of this many bits of Philox's stream.
 _SIGN_ALIGNMENT = 64
 # Irreducible polynomials over GF(2), the bits of x^k + ... + 1 at position k: the fields' products are modulo these.
 POLYNOMIALS = (
@@ -42,7 +42,7 @@ POLYNOMIALS = (
     *(0x201B, 0x4443, 0x8003, 0x1100B, 0x20009, 0x40081, 0x80027, 0x100009, 0x200005, 0x400003),
 )
 
-# Transient elements when a half-precision input is widened slab by slab.
+# Elements of a half-precision input that are cast to float32 at a time.
 _SLAB_ELEMENTS = 1 << 20
 # Prime q with q % 4 == 3 gives order q + 1 (Paley I); prime q with q % 4 == 1 gives order 2 (q + 1) (Paley II).
 _PALEY = {12: 11, 20: 19, 28: 13, 36: 17, 44: 43, 60: 59}
@@ -73,8 +73,8 @@ def _paley(order: int, device: torch.device) -> Tensor:
     """Paley's Hadamard matrix, computed on the device: a copy from the host would make a CUDA stream wait."""
     prime = _PALEY[order]
     number = torch.arange(prime, device=device)
-    # The quadratic character: 0, and 1 for squares modulo the prime, -1 for the others. A number at one place would be
-    # copied from the host, that of a slice is an argument.
+    # The quadratic character: 0 for 0, 1 for squares modulo the prime, -1 for other numbers. Assignment to one index
+    # would copy the value from the host; assignment to a slice passes it as a kernel's argument.
     character = torch.full((prime,), -1, device=device)
     character.index_fill_(0, number.square() % prime, 1)
     character[:1] = 0
@@ -92,7 +92,7 @@ def _paley(order: int, device: torch.device) -> Tensor:
 
 
 def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the first entries of some rows of a Hadamard matrix; the matrix itself is never formed beyond order 60.
+    """Return the first entries of chosen rows of a Hadamard matrix, which is not formed beyond order 60.
 
     Sylvester's matrix (2^k) times, in Kronecker's sense, one of Paley's (1933) of order 12, 20, 28, 36, 44 or 60:
     entry (i, j) is (-1)^popcount(i // q & j // q) times Paley's entry (i % q, j % q), q its order or 1.
@@ -100,7 +100,7 @@ def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dt
     Args:
         columns: Row numbers of the matrix, shape (..., kept), int64.
         order: A value of `hadamard_order`.
-        width: How many entries of each row.
+        width: Number of entries of each row.
         dtype: Floating dtype of the result.
 
     Returns:
@@ -119,7 +119,7 @@ def hadamard_entries(columns: Tensor, *, order: int, width: int, dtype: torch.dt
 
 
 def sign_stride(block_rows: int) -> int:
-    """Return how many bits of Philox's stream of signs belong to a block."""
+    """Return the number of bits of Philox's stream of signs for a block."""
     return -(-block_rows // _SIGN_ALIGNMENT) * _SIGN_ALIGNMENT
 
 
@@ -129,7 +129,7 @@ def columns_of_words(words: Tensor, *, order: int, kept: int) -> Tensor:
     Args:
         words: Words in [0, 2**32), one for an order that is a power of 2, else one for each row; shape (..., words).
         order: A value of `hadamard_order`.
-        kept: How many are kept.
+        kept: Number of rows to choose.
 
     Returns:
         Distinct row numbers, shape (..., kept), int64.
@@ -152,7 +152,7 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
     """H[columns] diag(signs) for every block, unscaled; zero where a block has no row. (..., blocks, kept, m)."""
     block_rows = -(-rows // blocks)
     order = hadamard_order(block_rows)
-    # Row j * blocks + k is row j of block k; the last stride reaches the blocks before this one.
+    # Row j * blocks + k is row j of block k; the last stride has rows for the blocks before this number alone.
     first_short = rows - (block_rows - 1) * blocks
     if not random.is_drawn_on_cpu(seed):
         stride = sign_stride(block_rows)
@@ -172,13 +172,13 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
         elif order & (order - 1):
             chosen = _matrix(order, dtype)[torch.randperm(order, generator=generator, device="cpu")[:kept]]
         else:
-            # equally likely up to (order - 1) / 2**32, and of other bits than the generator's numbers
+            # uniform up to (order - 1) / 2**32, and of bits that do not seed the generator
             first = ((generator.initial_seed() >> 32) * (order - 1)) >> 32
             chosen = _powers(order, dtype)[first : first + kept]
         chosen = chosen[:, :block_rows]
         bits = torch.empty((blocks, 1, block_rows), dtype=dtype, device="cpu").random_(0, 2, generator=generator)
         if first_short < blocks:
-            # half a bit makes 0
+            # the entries of missing rows become 0
             bits[first_short:, :, -1] = 0.5
         return torch.addcmul(chosen, chosen, bits, value=-2)
 
@@ -187,14 +187,14 @@ def _mixing(seed: Tensor, rows: int, blocks: int, kept: int, dtype: torch.dtype)
 
 @lru_cache
 def _matrix(order: int, dtype: torch.dtype) -> Tensor:
-    # no inference tensor, whatever mode asks for it first
+    # a cached inference tensor would be unusable in training, so this mode is left
     with torch.inference_mode(False):
         return hadamard_entries(torch.arange(order, device="cpu"), order=order, width=order, dtype=dtype)
 
 
 @lru_cache
 def _powers(order: int, dtype: torch.dtype) -> Tensor:
-    """The rows 1, a, a^2, ... of H, twice: a run may begin at any of them. (2 (order - 1), order)."""
+    """The rows 1, a, a^2, ... of H, twice, so that a slice may begin at any row. (2 (order - 1), order)."""
     degree, number, numbers = order.bit_length() - 1, 1, []
     for _ in range(order - 1):
         numbers.append(number)
@@ -226,9 +226,9 @@ def hadamard_sketch(
         return x.new_empty((blocks * kept, features), dtype=dtype)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     mixing = _mixing(seed, rows, blocks, kept, compute)
-    # what S^T makes of a column of ones
+    # S^T times a column of ones
     ones = None if mean is None else mixing.sum(-1, keepdim=True)
-    # Half precision is widened slab by slab: a float32 copy of all of x would be larger than what the sketch saves.
+    # Half precision is cast slab by slab: a float32 copy of all of x would exceed the sketch's saving.
     full = rows // blocks
     step = blocks if x.dtype == compute else max(1, _SLAB_ELEMENTS // max(1, full * features))
     ends = [(first, min(first + step, blocks)) for first in range(0, blocks, step)]
@@ -256,10 +256,10 @@ def _mixed_slab(
         body, wanted = body[first:end], wanted[first:end]
         ones = None if ones is None else ones[first:end]
     body = body if body.dtype == compute else body.to(compute)
-    # the product alone, for its factor: with beta=0 the first argument is not read
+    # baddbmm scales the product; with beta=0 the first argument is not read
     part = torch.baddbmm(body.new_empty(()), wanted, body, beta=0, alpha=scale)
     if is_ragged:
-        # The last stride reaches the first blocks only.
+        # The last stride has rows for the first blocks only.
         tail = x[full * blocks + first : full * blocks + end].to(compute).unsqueeze(1)
         part[: tail.shape[0]].addcmul_(mixing[first : first + tail.shape[0], :, full:], tail, value=scale)
     if mean is not None and ones is not None:

@@ -1,8 +1,8 @@
 """Low-bit storage on a CPU: few passes over tiles that stay in its cache.
 
-Codes, steps and offsets are laid out as the reference's, and mean the same. The arithmetic is that of float32 (float64
-for float64), where the reference is exact: an error's mean is 0 up to 2**-15 of a step. The dither is drawn by torch's
-own generator.
+Codes, steps and offsets have the layout and the meaning of the reference's. The arithmetic is in float32 (float64 for
+float64), where the reference is exact: an error's mean is 0 up to 2**-15 of a step. torch's own generator draws the
+dither.
 """
 
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ from .. import random
 from ..philox.reference import ROUNDING_STREAM
 from .reference import DITHER_BITS, LEVELS, MARGIN, SCALE_DTYPE, over, packed, packed_width, scales_of, unpacked
 
-# Elements of a tile: two buffers of it are 1 MB of float32. Half as many take longer, by what each operation costs.
+# Elements of a tile: two buffers of a tile are 1 MB of float32. Smaller tiles have more overhead of operations.
 _TILE_ELEMENTS = 1 << 17
 
 
 class _Tile(NamedTuple):
-    """Rows that are rounded at a time: whole groups, or a part of one.
+    """Rows that are rounded at a time: whole groups, or a part of one group.
 
     Attributes:
-        rows: Of y.
+        rows: The rows of y.
         groups: The groups' numbers.
-        size: Rows of each group in it.
+        size: Rows of each group in the tile.
     """
 
     rows: slice
@@ -34,7 +34,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(rows: int, features: int, group: int) -> Iterator[_Tile]:
-    """Cut the rows into tiles; a last group that is not full has tiles of its own."""
+    """Cut the rows into tiles; a last group that is not full gets separate tiles."""
     most = max(1, _TILE_ELEMENTS // max(1, features))
     whole = rows // group * group
     if group <= most:
@@ -61,13 +61,13 @@ def _extremes(y: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _dither(seed: Tensor, rows: int, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The random parts of rows (rows, 1) and of columns (features,): the part after the point of a sum is u."""
+    """The random parts of rows (rows, 1) and of columns (features,); u is the fractional part of their sum."""
 
     def draw(generator: torch.Generator) -> Tensor:
         return torch.randint(1 << DITHER_BITS, (rows + features,), generator=generator, device="cpu")
 
     parts = random.for_each(seed, ROUNDING_STREAM, draw).to(dtype).mul_(2.0**-DITHER_BITS)
-    # in the middle of the 2**15 intervals
+    # the midpoints of 2**15 intervals
     return parts[:rows].add_(2.0 ** -(DITHER_BITS + 1)).unsqueeze(1), parts[rows:]
 
 
@@ -87,7 +87,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
     compute = torch.float64 if y.dtype == torch.float64 else torch.float32
     mean = None if mean is None else mean.to(compute)
     low, high = (extreme.to(compute) for extreme in _extremes(y, group))
-    # the mean is taken off the extremes as off all values, to the bit
+    # subtracting the mean from the extremes gives the bits of the centred values
     steps, offsets = scales_of(*((low, high) if mean is None else (low - mean, high - mean)), kind)
     # halves: the difference of 3e38 and -3e38 overflows
     over_half_step = over(steps.to(compute), 2.0).unsqueeze(1)
@@ -98,7 +98,7 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         part = part.to(compute) if mean is None else part - mean
         value = torch.add(minus_half_offset[tile.groups], part, alpha=0.5)
         value.mul_(over_half_step[tile.groups]).add_(_uniform(dither, tile).add_(MARGIN))
-        # by a second integer type: torch converts floats to bytes one after the other
+        # through a second integer type, since torch's conversion from float to uint8 is not vectorised
         codes[tile.rows] = packed(value.to(torch.int16).to(torch.uint8).flatten(0, 1), kind)
     return codes, steps, offsets
 
@@ -118,7 +118,7 @@ def dequantize(
     rows = codes.shape[0]
     values = torch.empty((rows, features), dtype=dtype, device=codes.device)
     dither = _dither(seed, rows, features, torch.float32)
-    # from the middle of code - u, which times the step may overflow elsewhere, where the value itself does not
+    # relative to the middle of code - u: otherwise the product with the step may overflow for a finite value
     middle = (LEVELS[kind] - 1) / 2
     step = steps.float().unsqueeze(1)
     offset = torch.add(offsets.float().unsqueeze(1), step, alpha=middle + 0.5 - MARGIN)

@@ -1,7 +1,7 @@
 """Low-bit storage as Triton kernels: the codes, steps and offsets of `reference.py`, bit for bit.
 
-A program of `_quantize_kernel` holds a group of rows of some columns in registers, so that y is read once. The dither
-is made in registers too, in both directions.
+A program of `_quantize_kernel` holds a group of rows of some columns in registers, so that y is read once. Both kernels
+generate the dither in registers.
 """
 
 import torch
@@ -14,7 +14,7 @@ from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import ROUNDING_STREAM, random_half
 from .reference import BITS, CENTRE, MARGIN, SCALE_DTYPE, packed_width
 
-# Rows of y that the registers of a program hold; a group of more is read twice.
+# Rows of y that a program's registers hold; a larger group is read twice.
 _MOST_ROWS = 512
 _DECODED_COLUMNS = 128
 _MARGIN = tl.constexpr(MARGIN)
@@ -24,7 +24,7 @@ _CENTRE = tl.constexpr(CENTRE)
 @triton.jit
 def _rounded_outwards(value, UP: tl.constexpr):
     """The nearest bfloat16 that is not below (UP) or not above a float32, as 16 bits in an int32."""
-    # A bfloat16 is the upper half of a float32: to cut the lower half off rounds towards zero, one more rounds away.
+    # A bfloat16 is the upper half of a float32: truncation rounds towards zero, and adding 1 rounds away from zero.
     bits = value.to(tl.int32, bitcast=True)
     is_away = (bits >= 0) if UP else (bits < 0)
     upper = ((bits >> 16) & 0xFFFF) + (is_away & ((bits & 0xFFFF) != 0)).to(tl.int32)
@@ -33,13 +33,13 @@ def _rounded_outwards(value, UP: tl.constexpr):
 
 @triton.jit
 def _widened(upper):
-    """The float32 of a bfloat16's 16 bits: the interpreter knows no bfloat16 arithmetic, and no type is needed here."""
+    """The float32 of a bfloat16's 16 bits, as integers, since the interpreter has no bfloat16 arithmetic."""
     return (upper.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _fused(a, b, c, INTERPRETED: tl.constexpr):
-    """The sum a * b + c rounded once, where the interpreter would round twice."""
+    """a * b + c, rounded once in the interpreter too."""
     if INTERPRETED:
         total = (a.to(tl.float64) * b + c).to(tl.float32)
     else:
@@ -49,7 +49,7 @@ def _fused(a, b, c, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _random_part(seed, index):
-    """A row's or a column's part of the dither, of which the lowest 15 bits count."""
+    """A row's or a column's part of the dither, in the lowest 15 bits."""
     return spread(random_half(seed, index, ROUNDING_STREAM).to(tl.int32))
 
 
@@ -83,7 +83,7 @@ def _least(one, other):
 
 @triton.jit
 def _centred_rows(Y, y_row, y_column, mean, row, column, is_column):
-    """Rows of y - mean, float32; 0 - mean in columns that are not there."""
+    """Rows of y - mean, float32; 0 - mean in columns beyond the last."""
     at = Y + row.to(tl.int64)[:, None] * y_row + column.to(tl.int64)[None, :] * y_column
     return tl.load(at, mask=is_column[None, :], other=0).to(tl.float32) - mean[None, :]
 
@@ -120,7 +120,7 @@ def _quantize_kernel(
     if MEAN is not None:
         mean = tl.load(MEAN + column, is_column, other=0).to(tl.float32)
 
-    # the least and the largest of the group, and NaN once there is one
+    # the least and the largest element of the group, or NaN if an element is NaN
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
         # Rows beyond the last one are loaded as copies of it, which change neither extreme.
@@ -139,15 +139,15 @@ def _quantize_kernel(
     # halves: the difference of 3e38 and -3e38 overflows
     over_range: tl.constexpr = 2.0 / (2**BITS - 1 - 2 * _MARGIN)
     step_bits = _rounded_outwards((high * 0.5 - offset * 0.5) * over_range, True)
-    # 2**-126 is the least but 0
+    # 2**-126 is the least step but 0
     step_bits = tl.where(step_bits == 0, 0, tl.maximum(step_bits, 0x80))
     tl.store(STEPS + scales, step_bits.to(tl.int16), is_column)
     step = _widened(step_bits)
-    # a group without spread is its offset, whatever its codes
+    # in a group of equal elements, each value is the offset for any code
     inverse = tl.where(step == 0, 0.0, tl.div_rn(tl.full((BLOCK,), 2.0, tl.float32), step))
     inverse, minus_half_offset = spread(inverse), spread(offset * -0.5)
 
-    # 8 columns a thread, as many as a thread loads at once
+    # 8 columns a thread, the width of a thread's load
     place = tl.max_contiguous(first_column * BITS // 8 + tl.arange(0, BLOCK * BITS // 8), BITS)
     for start in tl.static_range(0, GROUP, CHUNK):
         row = first_row + start + tl.arange(0, CHUNK)
@@ -204,15 +204,15 @@ def _dequantize_kernel(
     offset = _widened(tl.load(OFFSETS + scales, is_column, other=0)) + step * _CENTRE
     of_row, of_column = _random_part(seed, row), _random_part(seed, rows + column)
     steps = ((codes << 15) - ((of_row[:, None] + of_column[None, :]) & 0x7FFF)).to(tl.float32)
-    # In units of the dither: no bit is lost, as the least step is 2**-126, of 8 bits. Rounded once: a code times a
-    # step may overflow where the value itself does not.
+    # In units of the dither the product is exact: the least step is 2**-126, and a step has 8 bits. The sum is rounded
+    # once, since a code times a step may overflow for a finite value.
     value = _fused(steps, (step * 2.0**-15)[None, :], offset[None, :], INTERPRETED)
     to = OUT + row.to(tl.int64)[:, None] * features + column[None, :]
     tl.store(to, converted(value, OUT.dtype.element_ty, INTERPRETED), is_row[:, None] & is_column[None, :])
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T as the reference does, bit for bit but for the codes of groups with NaN or an infinity.
+    """Round y - 1 mean^T as the reference does, bit for bit, except for codes of groups with NaN or an infinity.
 
     y is a matrix of float32, bfloat16 or float16, of any strides.
     """
@@ -260,7 +260,7 @@ def dequantize(
     """Return the values that the codes stand for, (rows, features), in float32, bfloat16 or float16."""
     rows = codes.shape[0]
     values = codes.new_empty((rows, features), dtype=dtype)
-    # of int2, 64 rows would take too many registers
+    # for int2, 64 rows would take too many registers
     chunk = min(triton.next_power_of_2(group), 64 if kind in ("int8", "int4") else 32)
     programs = triton.cdiv(rows, group) * triton.cdiv(group, chunk) * triton.cdiv(features, _DECODED_COLUMNS)
     if programs:

@@ -1,33 +1,33 @@
 """Low-bit storage in plain torch: dithered rounding, unbiased element by element.
 
-Each column of y is cut into groups of neighbouring rows, and each group has a step and an offset of its own:
+Each column of y is cut into groups of neighbouring rows, and each group has its own step and offset:
 
     y ~ offset + step * (code + 1/2 - u),  code = floor((y - offset) / step + u), about
 
 with u uniform on (0, 1). This is subtractive dither (Roberts 1962, Schuchman 1964): u is drawn again from the seed when
-the code is read, and taken off. The error is then uniform on +-step / 2 whatever y is: unbiased, with the variance
-step^2 / 12, where stochastic rounding of the same code, u not taken off, has step^2 f (1 - f) with f the part rounded
-off: twice as much on average.
+the code is read, and subtracted. The error is then uniform on +-step / 2 for any y: unbiased, with variance
+step^2 / 12. Stochastic rounding to the same code without the subtraction has variance step^2 f (1 - f), with f the
+rounded-off part: twice as much on average.
 
-The groups run down the columns because the columns of activations differ in size and mean far more than their rows do
-(a few features of a Transformer are a hundred times larger than the others).
+Groups are parts of columns because the columns of activations differ in size and mean far more than the rows (a few
+features of a Transformer are a hundred times larger than the others).
 
-Steps and offsets are kept in bfloat16, rounded outwards, so that nothing falls out of range and has to be clipped:
-clipping would be a bias. Codes of a group with NaN or an infinity mean nothing: its step says so. Values beyond 3.4e38
-less half a step come out as infinity or NaN.
+Steps and offsets are kept in bfloat16, rounded outwards, so that no element is out of range: clipping would be a bias.
+In a group with NaN or an infinity the step is not finite, and the codes have no meaning. Values beyond 3.4e38 less half
+a step become infinity or NaN.
 
 u = (d + 1/2) / 2**15 with d = a_row + b_column mod 2**15, of 15 random bits each, from the Philox stream
-`ROUNDING_STREAM`: any two elements' are independent, which is all that a variance asks for, and rows + columns of them
-are drawn instead of rows times columns.
+`ROUNDING_STREAM`: the u of any two elements are independent, as the variance requires, and only rows + columns random
+numbers are drawn instead of rows times columns.
 
-To the bit: with v the multiple of 2**-15 next to (y - offset) / step + 2**-12, code = floor(v + d / 2**15), and it
-stands for offset + step * (code - d / 2**15 + 1/2 - 2**-16 - 2**-12). A code and what is rounded off are so the upper
-and the lower bits of one sum of integers; for v, the error's mean is exactly 0. The 2**-12, and as much at the upper
-end, take in what the arithmetic rounds.
+In exact bits: with v the multiple of 2**-15 next to (y - offset) / step + 2**-12, code = floor(v + d / 2**15), whose
+value is offset + step * (code - d / 2**15 + 1/2 - 2**-16 - 2**-12). So the code and the rounded-off part are the upper
+and the lower bits of one sum of integers; for v, the error's mean is exactly 0. The margin of 2**-12, with the same
+margin at the upper end, covers rounding errors of the arithmetic.
 
-A row's codes are a string of bits: column j's are the bits from bits * j on, counted from the lowest bit of the first
-byte. The row ends with the byte that holds its last code; the bits left in it are 0. A byte so holds two columns of
-int4 and four of int2.
+A row's codes are a string of bits: the code of column j begins at bit bits * j, counted from the lowest bit of the
+first byte. The row ends with the byte of its last code, padded with 0 bits. A byte holds two columns of int4 or four of
+int2.
 """
 
 from collections.abc import Iterator
@@ -38,30 +38,30 @@ from torch import Tensor
 from ..philox.reference import ROUNDING_STREAM, random_halves
 
 SCALE_DTYPE = torch.bfloat16
-# Elements that are widened at a time.
+# Elements that are cast at a time.
 _SLAB_ELEMENTS = 1 << 20
 # kind -> bits an element
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 # kind -> number of steps between the lowest and the highest code
 LEVELS = {kind: 2**bits - 1 for kind, bits in BITS.items()}
-# kind -> the word that has a byte for each of its codes, and how the codes are brought together in its lowest bits: by
-# shifts to the right, with the bits that are codes before and after each.
+# kind -> a word with one code in each byte, and the steps that gather the codes in its lowest bits: shifts to the
+# right, with the masks of the codes before and after each shift.
 _FOLDS = {
     "int4": (torch.int16, ((4, 0x0F0F, 0x00FF),)),
     "int2": (torch.int32, ((6, 0x03030303, 0x000F000F), (12, 0x000F000F, 0x000000FF))),
 }
 # Random bits of the dither.
 DITHER_BITS = 15
-# What is left free at both ends of the codes, in steps.
+# The margin at both ends of the codes, in steps.
 MARGIN = 2.0**-12
-# What is added to codes less d / 2**15, so that the error's mean is 0.
+# The term that is added to code - d / 2**15, so that the error's mean is 0.
 CENTRE = 0.5 - 2.0**-16 - MARGIN
-# Least step but 0: one over half of it is a float32 number.
+# Least step but 0: the inverse of half of this step is finite in float32.
 LEAST_STEP = 2.0**-126
 
 
 def _rounded(value: Tensor, *, up: bool) -> Tensor:
-    """Round to the dtype of the scales, upwards or downwards and never to the nearest."""
+    """Round to the dtype of the scales, upwards or downwards."""
     near = value.to(SCALE_DTYPE)
     wrong = near.to(value.dtype) < value if up else near.to(value.dtype) > value
     return torch.where(wrong, torch.nextafter(near, torch.full_like(near, torch.inf if up else -torch.inf)), near)
@@ -72,13 +72,13 @@ def scales_of(low: Tensor, high: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     offset = _rounded(low, up=False)
     # halves: the difference of 3e38 and -3e38 overflows
     spread = high * 0.5 - offset.to(low.dtype) * 0.5
-    # a group's step over half of its extent is 2 over the steps but for the margins
+    # the step over half of the extent is 2 / (number of steps - margins)
     step = _rounded(spread * (2 / (LEVELS[kind] - 2 * MARGIN)), up=True)
     return torch.where(step > 0, step.clamp(min=LEAST_STEP), step), offset
 
 
 def over(step: Tensor, numerator: float) -> Tensor:
-    """Return numerator / step, 0 where the step is: a group without spread is its offset, whatever its codes."""
+    """Return numerator / step, and 0 for a step of 0: in a group of equal elements, each value is the offset."""
     return torch.where(step == 0, 0.0, numerator / step)
 
 
@@ -93,13 +93,13 @@ def _codes(group: Tensor, step: Tensor, offset: Tensor, dither: Tensor) -> Tenso
 
 
 def _dither(seed: Tensor, rows: int, features: int) -> tuple[Tensor, Tensor]:
-    """The random parts of rows (..., rows, 1) and of columns (..., 1, features), int32, of which 15 bits count."""
+    """The random parts of rows (..., rows, 1) and of columns (..., 1, features), int32, in the lowest 15 bits."""
     halves = random_halves(seed, rows + features, stream=ROUNDING_STREAM).int()
     return halves[..., :rows].unsqueeze(-1), halves[..., rows:].unsqueeze(-2)
 
 
 def _sum_of(of_rows: Tensor, of_columns: Tensor) -> Tensor:
-    """The dither d out of its parts, in [0, 2**15)."""
+    """The dither d from its parts, in [0, 2**15)."""
     return (of_rows + of_columns) & ((1 << DITHER_BITS) - 1)
 
 
@@ -111,7 +111,7 @@ def packed_width(features: int, kind: str) -> int:
 def _slabs(rows: int, group: int, features: int) -> Iterator[tuple[int, int, int]]:
     """Cut rows into slabs of whole groups; the last, ragged group is a slab of its own.
 
-    A wide copy of all of y at once would be larger than what is saved; a slab a group would be many small operations.
+    A float32 copy of all of y would exceed the saving; a slab for each group would take many small operations.
     """
     step = max(1, _SLAB_ELEMENTS // max(1, group * features)) * group
     whole = rows // group * group
@@ -133,20 +133,20 @@ def _scaled_slabs(
 
 
 def packed(codes: Tensor, kind: str) -> Tensor:
-    """Pack codes that come one a byte, shape (..., features): see the module's docstring for their places."""
+    """Pack codes that are given one per byte, shape (..., features), in the layout of the module's docstring."""
     if kind not in _FOLDS:
         return codes
     width = packed_width(codes.shape[-1], kind)
     word, folds = _FOLDS[kind]
     words = _as_words(codes, word)
     for shift, _, after in folds:
-        # codes of each half of a word come next to those of its other half
+        # move the codes of one half of a word next to those of the other half
         words = ((words >> shift) | words).bitwise_and_(after)
     return words.unsqueeze(-1).view(torch.uint8)[..., : BITS[kind] * word.itemsize // 8].flatten(-2)[..., :width]
 
 
 def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
-    """Return packed codes one a byte, shape (..., features), uint8."""
+    """Return packed codes one per byte, shape (..., features), uint8."""
     if kind not in _FOLDS:
         return codes
     word, folds = _FOLDS[kind]
@@ -159,20 +159,20 @@ def unpacked(codes: Tensor, features: int, kind: str) -> Tensor:
 
 
 def _as_words(values: Tensor, word: torch.dtype) -> Tensor:
-    """Bytes as words, of which the last one ends with zeros."""
+    """Bytes as words, with zeros at the end of the last word."""
     values = _padded(values, word.itemsize)
-    # in order first: a dimension of one or no element may have any stride
+    # contiguous first: a dimension of size 0 or 1 may have any stride
     return values.flatten().view(word).view(*values.shape[:-1], values.shape[-1] // word.itemsize)
 
 
 def _padded(values: Tensor, multiple: int) -> Tensor:
-    """The last dimension with zeros up to a multiple."""
+    """The values, with zeros in the last dimension up to a multiple."""
     missing = -values.shape[-1] % multiple
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
 def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round y - 1 mean^T to 8, 4 or 2 bits an element, at random and without bias.
+    """Round y - 1 mean^T to 8, 4 or 2 bits an element, stochastically and without bias.
 
     Args:
         y: Shape (..., rows, features), any float dtype; NaN and infinities leave no finite value in their group.
@@ -182,8 +182,8 @@ def quantize(y: Tensor, seed: Tensor, mean: Tensor | None, *, kind: str, group: 
         group: Rows of a column that share a step and an offset.
 
     Returns:
-        Codes (..., rows, ceil(features * bits / 8)), uint8, placed as the module's docstring says. Steps (..., groups,
-        features), bfloat16. Offsets of the same shape and dtype.
+        Codes (..., rows, ceil(features * bits / 8)), uint8, in the layout of the module's docstring. Steps
+        (..., groups, features), bfloat16. Offsets of the same shape and dtype.
     """
     *batch, rows, features = y.shape
     codes = y.new_empty((*batch, rows, packed_width(features, kind)), dtype=torch.uint8)
@@ -215,11 +215,11 @@ def dequantize(
         codes: As `quantize` returns them.
         steps: As `quantize` returns them.
         offsets: As `quantize` returns them.
-        seed: The seeds that `quantize` had.
+        seed: The seeds that `quantize` was given.
         kind: "int8", "int4" or "int2".
         group: Rows that share a step.
         features: Columns of y.
-        dtype: Dtype of the result; the arithmetic is that of float32.
+        dtype: Dtype of the result; the arithmetic is in float32.
 
     Returns:
         Shape (..., rows, features).
@@ -235,7 +235,7 @@ def dequantize(
         dither = _sum_of(of_rows[..., start:end, :], of_columns)
         part = part.sub_(dither.to(torch.float32).mul_(2.0**-DITHER_BITS)).unflatten(-2, (-1, size))
         offset = offsets[..., numbers, :].float().unsqueeze(-2) + step * CENTRE
-        # rounded once: a code times a step may overflow where the value itself does not
+        # rounded once: a code times a step may overflow for a finite value
         part = part.double().mul_(step).add_(offset)
         values[..., start:end, :] = part.flatten(-3, -2)
     return values.to(dtype)

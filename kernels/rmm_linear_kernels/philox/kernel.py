@@ -1,8 +1,8 @@
 """Random bits inside Triton kernels: the words of `reference.py`, bit for bit, made in registers.
 
 Every function takes the 64-bit seed that the kernel loaded from memory, and indices of 32 bits: a stream of these
-kernels ends at 2**32 counters, which is far beyond any number of rows. A matrix may have more elements than that: its
-counters have two indices.
+kernels ends at 2**32 counters, which is far beyond any number of rows. A matrix may have more elements: its counters
+have two indices.
 """
 
 import triton
@@ -25,7 +25,7 @@ def words_of_cell(seed, group, column, STREAM: tl.constexpr):
 
 @triton.jit
 def random_word(seed, index, STREAM: tl.constexpr):
-    """Word `index` of a stream, uint32: a whole counter is computed for each, so that any index may be asked for."""
+    """Word `index` of a stream, uint32; a whole counter is computed for each word, so that any index is allowed."""
     counter = (index >> 2).to(tl.uint32)
     zero = counter * 0
     first, second, third, fourth = tl.philox(seed, counter, zero + STREAM, zero, zero)
@@ -56,23 +56,23 @@ def normals_of_cell(seed, group, column, STREAM: tl.constexpr):
 
 @triton.jit
 def _folded(word):
-    """Less than 2**31: the word, or its complement where the highest bit is set, as `tl.rand` has it."""
+    """The word, or its complement if the highest bit is set, below 2**31, as in `tl.rand`."""
     return word ^ (0 - (word >> 31))
 
 
 @triton.jit
 def _box_muller(first, second):
-    """Two normals of two words."""
+    """Two normals from two words."""
     uniform = _folded(first).to(tl.int32, bitcast=True).to(tl.float32) * 4.6566127342e-10
     radius = tl.sqrt(-2.0 * tl.log(tl.maximum(uniform, 1e-7)))
-    # The angle is a whole number of turns / 2**31, so that its quadrant costs nothing and no error. tl.cos and tl.sin
-    # would reduce any float32 instead: more than twice the instructions, and local memory.
+    # The angle is an integer multiple of a turn / 2**31, so that its quadrant is exact and takes no instruction. tl.cos
+    # and tl.sin reduce any float32: more than twice the instructions, and local memory.
     turns = _folded(second)
     quadrant = (turns + (1 << 28)) >> 29
     rest = (turns - (quadrant << 29)).to(tl.int32, bitcast=True)
     angle = rest.to(tl.float32) * 2.9258361598967726e-09
     square = angle * angle
-    # Least largest error in [-pi / 4, pi / 4]: below 2e-8.
+    # Minimax polynomials in [-pi / 4, pi / 4], with errors below 2e-8.
     sine = angle + angle * square * (
         -0.166666641831398 + square * (0.008332747966051102 + square * -0.00019587883434724063)
     )
@@ -88,5 +88,5 @@ def _box_muller(first, second):
 
 @triton.jit
 def _negated(number, two):
-    """-number where `two` is 2, the number itself where it is 0."""
+    """-number if `two` is 2, the number itself if `two` is 0."""
     return (number.to(tl.uint32, bitcast=True) ^ (two << 30)).to(tl.float32, bitcast=True)

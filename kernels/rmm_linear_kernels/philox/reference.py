@@ -35,7 +35,7 @@ def randint4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tens
     Args:
         seed: 64-bit seeds, shape (...,), int64.
         offset: Counters, shape (count,), int64; the low and high 32 bits are the counter's first two words.
-        other: The counter's third word, shape (count,), int64 in [0, 2**32), or None for 0, which `tl.randint4x` has.
+        other: The counter's third word, shape (count,), int64 in [0, 2**32), or None for 0, as in `tl.randint4x`.
 
     Returns:
         Words in [0, 2**32), shape (4, ..., count), int64.
@@ -49,7 +49,7 @@ def randint4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tens
     keys = (key + rounds * increments).bitwise_and_(_MASK32)  # (rounds, 2, ..., 1)
     zero = torch.zeros_like(offset)
     third = zero if other is None else other
-    # The two multiplied lanes (c0, c2) and the two others (c1, c3) are carried as pairs: half as many torch calls.
+    # The two multiplied lanes (c0, c2) and the two other lanes (c1, c3) are pairs in one tensor: half the torch calls.
     even = torch.stack((offset & _MASK32, third)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
     odd = torch.stack(((offset >> 32) & _MASK32, zero)).view(2, *((1,) * seed.dim()), -1).expand(lanes_shape)
     for key in keys.unbind(0):
@@ -61,20 +61,20 @@ def randint4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tens
 
 
 def cell_counters(first: int, groups: int, columns: int, *, stream: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the counters of the cells of a matrix: one for each, whatever the size of the matrix.
+    """Return the counters of the cells of a matrix of any size, one for each cell.
 
     Cell (group, column) has the counter (group + column, stream, group, 0), the sum modulo 2**32. (With the column
-    alone in the first word, a kernel would hold what the first round makes of it in registers that it lacks.)
+    alone in the first word, the compiler would keep the first round's results in too many registers.)
 
     Args:
         first: First group of rows, all groups being below 2**32.
         groups: Number of groups.
         columns: Number of columns, at most 2**32.
-        stream: Which stream to read, in [0, 2**32).
+        stream: The stream's number, in [0, 2**32).
         device: Device of the result.
 
     Returns:
-        What `randint4x` takes as `offset` and `other`, of all cells, row by row: two vectors.
+        The `offset` and `other` of `randint4x` for all cells, row by row: two vectors.
     """
     group = torch.arange(first, first + groups, device=device).unsqueeze(1)
     sums = (group + torch.arange(columns, device=device)) & _MASK32
@@ -102,12 +102,12 @@ def random_words(seed: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """(4, ..., counters) to (..., 4 * counters): the words of one counter after those of the other."""
+    """(4, ..., counters) to (..., 4 * counters), with the four words of each counter together."""
     return words.movedim(0, -1).flatten(-2)
 
 
 def signs_and_keys(seed: Tensor, signs: int, keys: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `random_signs` and the keys of `choose_without_replacement` out of one pass over the counters.
+    """Return `random_signs` and the keys of `choose_without_replacement` from one pass over the counters.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
@@ -167,8 +167,8 @@ def randn4x(seed: Tensor, offset: Tensor, other: Tensor | None = None) -> Tensor
 def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Tensor:
     """Choose `chosen` of `population` items, every subset equally likely, without a host synchronisation.
 
-    Each item gets a random 32-bit key and the smallest keys win. Two equal keys (probability below
-    population**2 / 2**33) are told apart by the item's number.
+    Each item gets a random 32-bit key, and the items with the smallest keys are chosen. Two equal keys (probability
+    below population**2 / 2**33) are ordered by the item's number.
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
@@ -182,7 +182,7 @@ def choose_without_replacement(seed: Tensor, population: int, chosen: int) -> Te
 
 
 def smallest_keys(keys: Tensor, chosen: int) -> Tensor:
-    """Return the positions of the `chosen` smallest keys, the earlier one of two equal keys first.
+    """Return the positions of the `chosen` smallest keys, the earlier of two equal keys first.
 
     Args:
         keys: Shape (..., population), int64.
@@ -199,8 +199,8 @@ def random_halves(seed: Tensor, count: int, *, stream: int) -> Tensor:
 
     Args:
         seed: 64-bit seeds, shape (...,), int64.
-        count: How many numbers a seed.
-        stream: Which stream to read.
+        count: Number of 16-bit numbers a seed.
+        stream: The stream's number.
 
     Returns:
         Numbers in [0, 2**16), shape (..., count), int64.

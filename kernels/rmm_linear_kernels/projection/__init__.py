@@ -1,1 +1,1 @@
-"""Dense Gaussian and Rademacher projections, generated a slab at a time."""
+"""Dense Gaussian and Rademacher projections, generated slab by slab."""

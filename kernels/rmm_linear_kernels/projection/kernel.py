@@ -1,11 +1,11 @@
 """Dense random projections on a GPU: S is made in registers, a tile at a time, and multiplied on the tensor cores.
 
-A program makes the tile of S that its columns of S and its next rows of x meet in, and forgets it after the product:
-each entry is made once for every BLOCK_FEATURES features. Signs are exact in every dtype. A normal that is to multiply
-half-precision rows is the sum of two halves, which together hold 16 to 18 of its bits: S then is the same for x and
-for g, for every dtype and for the CPU, where a normal rounded to bfloat16 would differ by 2**-9. The two halves stand
-beside each other in one tile, whose matching rows of x are read twice: one product instead of two that follow each
-other, which on Blackwell GPUs would move the sums to and fro.
+A program generates the tile of S for its columns of S and its next rows of x, and drops the tile after the product:
+each entry is generated once for every BLOCK_FEATURES features. Signs are exact in every dtype. For half-precision rows
+a normal is split into the sum of two half-precision numbers, which together hold 16 to 18 of its bits, so that x and g
+of every dtype have the same S; a normal rounded to bfloat16 would differ by 2**-9. Both parts lie beside each other in
+one tile, and the matching rows of x are read twice: one product, since two consecutive products would move the sums to
+and from the tensor cores' memory on Blackwell GPUs.
 """
 
 import torch
@@ -17,18 +17,18 @@ from ..device_functions import converted
 from ..interpreter import IS_INTERPRETED
 from ..philox.kernel import PROJECTION_STREAM, normals_of_cell, words_of_cell
 
-# x of the next step is on its way while this step's tile of S is made.
+# Stages of the pipeline: x of the next step is loaded while this step's tile of S is generated.
 _STAGES = 2
-# Programs that fill a large GPU, and the rows below which a program is not worth its start.
+# The number of programs that fills a large GPU, and the least rows of a program.
 _PROGRAMS = 128
 _LEAST_ROWS = 512
-# Rows that all BLOCK_ROWS divide.
+# A multiple of every BLOCK_ROWS.
 _STEP = 64
 
 
 @triton.jit
 def _count_ones(word):
-    """The number of ones of each 32-bit number, as int32."""
+    """The number of 1 bits of each 32-bit number, as int32."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -46,7 +46,7 @@ def _sum_of_signs(word, present):
 
 @triton.jit
 def _sign_words(seed, first, column):
-    """Bits of the signs of 64 rows of each column, two words; the rows are those around `first`, aligned to 64."""
+    """Bits of the signs of 64 rows of each column, two words, for the aligned 64 rows around `first`."""
     one, two, three, four = words_of_cell(seed, first // 128, column, PROJECTION_STREAM)
     is_second_half = (first & 64) != 0
     return tl.where(is_second_half, three, one), tl.where(is_second_half, four, two)
@@ -54,12 +54,12 @@ def _sign_words(seed, first, column):
 
 @triton.jit
 def _signs(low, high, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Signs of BLOCK_ROWS = 32 or 64 rows out of one or two words a column, float32 (BLOCK_RANK, BLOCK_ROWS)."""
+    """Signs of BLOCK_ROWS = 32 or 64 rows from one or two words a column, float32 (BLOCK_RANK, BLOCK_ROWS)."""
     if BLOCK_ROWS == 64:
         word = tl.join(low, high)
     else:
         word = low
-    # Joined halves stay in the thread that computed the column's counter. Bit b comes to where a float has its sign.
+    # tl.join keeps the halves in the thread that computed the column's counter. Bit b becomes the sign bit of a float.
     word = tl.join(word << 16, word)
     word = tl.join(word << 8, word)
     word = tl.join(word << 4, word)
@@ -69,7 +69,7 @@ def _signs(low, high, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     return signs.reshape(BLOCK_RANK, BLOCK_ROWS).to(tl.float32, bitcast=True)
 
 
-# A kernel compiled for one number of rows serves all.
+# One compiled kernel serves every number of rows.
 @triton.jit(do_not_specialize=["rows", "rank", "steps", "scale"])
 def _random_projection_kernel(
     X,
@@ -99,14 +99,14 @@ def _random_projection_kernel(
     seed = tl.load(SEED)
     # int64: row * stride passes 2**31 in large batches
     x_columns = X + feature[None, :].to(tl.int64) * column_stride
-    # Rows of x that a tile of S meets: in turn, or each of them twice.
+    # Rows of x for the columns of a tile of S: in order, or each row twice.
     if IN_HALVES:
         place = tl.arange(0, 2 * BLOCK_ROWS) // 2
     else:
         place = tl.arange(0, BLOCK_ROWS)
     sums = tl.zeros((BLOCK_RANK, BLOCK_FEATURES), tl.float32)
     ones = tl.zeros((BLOCK_RANK, BLOCK_ROWS // 4), tl.float32)
-    # only a loop over `range` is pipelined; the interpreter wants a Python number in it
+    # only a loop over `range` is pipelined; the interpreter needs a Python int there
     for step in range(steps if STEPS is None else STEPS):
         first = (split * steps + step) * BLOCK_ROWS
         row = first + place
@@ -116,7 +116,7 @@ def _random_projection_kernel(
             other=0.0,
         )
         if INTERPRETED:
-            # the interpreter's arithmetic is that of numpy, which has no bfloat16
+            # the interpreter computes with numpy, which has no bfloat16
             x = x.to(tl.float32)
         if GAUSSIAN:
             group = first // 4 + tl.arange(0, BLOCK_ROWS // 4)
@@ -127,7 +127,7 @@ def _random_projection_kernel(
                 ones += tl.where(present > 2, three, 0.0) + tl.where(present > 3, four, 0.0)
             entries = tl.join(tl.join(one, three), tl.join(two, four)).reshape(BLOCK_RANK, BLOCK_ROWS)
             if IN_HALVES:
-                # rounded to 8 bits, which both half types hold: a conversion there and back would cost more
+                # rounded to 8 bits, which both half types hold; a conversion to and from the type would take longer
                 bits = entries.to(tl.uint32, bitcast=True) + 0x8000
                 high = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
                 low = entries - high
@@ -143,7 +143,7 @@ def _random_projection_kernel(
         if GAUSSIAN:
             total = tl.sum(ones, axis=1)
         else:
-            # counted in a loop of its own, a counter for 64 rows: in the one above, it would need too many registers
+            # the sum in a separate loop, with a counter for 64 rows: in the loop above it would need too many registers
             count = tl.zeros((BLOCK_RANK,), tl.int32)
             for step in range((steps if STEPS is None else STEPS) * BLOCK_ROWS // 64):
                 first = split * steps * BLOCK_ROWS + step * 64
@@ -161,7 +161,7 @@ def _random_projection_kernel(
 
 
 def _splits(rows: int, tiles: int) -> tuple[int, int]:
-    """Into how many parts to split the rows, and the rows of each, where the tiles of the result are few."""
+    """The number of parts into which the rows are split if the result has few tiles, and the rows of each part."""
     splits = max(1, min(_PROGRAMS // max(1, tiles), rows // _LEAST_ROWS))
     rows_of_split = triton.cdiv(triton.cdiv(rows, splits), _STEP) * _STEP
     return max(1, triton.cdiv(rows, max(1, rows_of_split))), rows_of_split
@@ -176,7 +176,7 @@ def random_projection(
     if out.numel() == 0:
         return out
     wide = x.dtype == torch.float32
-    # Whatever is larger spills registers on one GPU or another, and whatever is smaller makes S more often.
+    # Larger tiles spill registers on some GPUs, and smaller tiles generate S more often.
     block_rank, block_features, block_rows, warps = (
         (64, 128, 32, 8) if wide else (64, 256, 16, 4) if gaussian else (128, 128, 64, 4)
     )
@@ -200,13 +200,13 @@ def random_projection(
         BLOCK_RANK=block_rank,
         BLOCK_FEATURES=block_features,
         BLOCK_ROWS=block_rows,
-        # Float32 takes three products of tf32 parts. "ieee" would not do: where one factor is not loaded from memory as
-        # float32, triton 3.7 makes a plain tf32 product of it on Blackwell GPUs.
+        # Float32 takes three products of tf32 parts, not "ieee": if a factor is not loaded from memory as float32,
+        # triton 3.7 computes a plain tf32 product on Blackwell GPUs.
         PRECISION="tf32x3" if wide else "ieee",
         INTERPRETED=IS_INTERPRETED,
         STEPS=steps if IS_INTERPRETED else None,
         num_warps=warps,
         num_stages=_STAGES,
     )
-    # one sum after the other: the same in every run, which atomic additions are not
+    # partial sums in a fixed order, so that all runs have equal bits, unlike with atomic additions
     return out if splits == 1 else parts.sum(0).to(dtype)
