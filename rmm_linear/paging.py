@@ -70,9 +70,7 @@ class FilePager:
                 while left:
                     count = self._file.readinto(left)
                     if not count:
-                        raise PagingError(
-                            f"a file in {self._folder} has lost what was written to it: run the step again"
-                        )
+                        raise PagingError(f"a file in {self._folder} has lost its contents: run the step again")
                     left = left[count:]
             found.append(tensor.to(device))
         return found

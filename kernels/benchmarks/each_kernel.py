@@ -132,7 +132,7 @@ def measured_errors(case: Case, launcher: Callable[..., Any] | None) -> tuple[fl
 
 
 def measure(case: Case, *, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
-    """Time one case and measure its error, with `repeats` timed repetitions after two untimed ones."""
+    """Time one case and measure its error, with `repeats` timed repetitions after two untimed."""
     launcher = implementation(case, "kernel") if device.type == "cuda" else None
     calls = {"reference": implementation(case, "reference")}
     if launcher is not None:

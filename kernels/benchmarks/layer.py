@@ -82,7 +82,7 @@ def benchmark(
         variants: Configurations of the sketched layers.
         device: Device of the layers.
         dtype: Dtype of parameters and inputs.
-        repeats: Timed repetitions, after three untimed ones.
+        repeats: Timed repetitions, after three untimed repetitions.
 
     Yields:
         Lines of the results file: times in milliseconds, ratios to nn.Linear within a repetition. The transient bytes
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--dtype", choices=["float32", "bfloat16", "float16"], help="bfloat16 on CUDA and float32 elsewhere by default"
     )
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--all-sketches", action="store_true", help="every registered sketch, not just the usual ones")
+    parser.add_argument("--all-sketches", action="store_true", help="time every registered sketch")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     if options.repeats < 1:

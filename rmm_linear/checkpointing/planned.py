@@ -259,7 +259,7 @@ def _planned(
 
 
 def arguments_of_sample(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a sample's arguments: a mapping's are keyword arguments, a tuple's or list's positional ones."""
+    """Return a sample's positional arguments (from a tuple or list) and keyword arguments (from a mapping)."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})

@@ -87,7 +87,7 @@ class ConversionSummary:
             f" {self.exact_bytes_per_row:.0f} -> {self.kept_bytes_per_row:.0f} bytes a row"
         )
         if self.sketched:
-            lines.append("at most: which inputs something else keeps anyway, rmm_linear.memory.profile tells")
+            lines.append("at most: rmm_linear.memory.profile shows inputs that another operation keeps anyway")
         return "\n".join([*lines, *self._lines_of_others()])
 
     def _lines_of_others(self) -> list[str]:

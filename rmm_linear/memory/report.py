@@ -142,7 +142,7 @@ class MemoryReport:
 
     @property
     def default_layers(self) -> set[str]:
-        """Names of the layers that `convert_linears` converts by default, of those that ran."""
+        """Names of the layers that ran and that `convert_linears` converts by default."""
         return {call.layer for call in self.linears if not call.stays}
 
     def predict(self, config: RMMConfig, *, layers: Collection[str] | None = None) -> int:

@@ -88,7 +88,7 @@ class MeasuredSaving(WatchedModules):
         elsewhere = len((self._exact_inputs & self._saved_elsewhere.sizes.keys()) - self._free_inputs)
         found = {
             "calls share their input with another layer, and exact layers keep it once": self._shared,
-            "inputs are kept by something else anyway": elsewhere,
+            "inputs are kept by another operation anyway": elsewhere,
             "calls lie in checkpointed blocks, which keep nothing": self._checkpointed,
             "inputs have fewer rows than min_rows and are kept as they are": self._small,
         }

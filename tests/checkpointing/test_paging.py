@@ -180,7 +180,7 @@ def test_a_page_that_was_lost_is_told(paged, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: files.append(made(**options)) or files[-1])
     loss = paged.step(paged.x)
     files[-1].truncate(16)
-    with pytest.raises(PagingError, match="has lost what was written"):
+    with pytest.raises(PagingError, match="has lost its contents"):
         loss.backward()
 
 

@@ -281,7 +281,7 @@ def test_an_input_that_somebody_else_keeps_frees_nothing():
     exact, saving = compare(layer, forward, RMMConfig(ratio=0.25))
     assert saving.exact_bytes == exact
     assert saving.saving_bytes < 0
-    assert any("kept by something else" in reason for reason in saving.reasons())
+    assert any("kept by another operation" in reason for reason in saving.reasons())
 
 
 def test_an_input_that_what_made_it_keeps_costs_nothing():

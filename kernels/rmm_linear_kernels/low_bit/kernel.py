@@ -39,7 +39,7 @@ def _widened(upper):
 
 @triton.jit
 def _fused(a, b, c, INTERPRETED: tl.constexpr):
-    """a * b + c, rounded once in the interpreter too."""
+    """Return a * b + c, rounded once in the interpreter too."""
     if INTERPRETED:
         total = (a.to(tl.float64) * b + c).to(tl.float32)
     else:

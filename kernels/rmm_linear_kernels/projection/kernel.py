@@ -37,9 +37,9 @@ def _count_ones(word):
 
 @triton.jit
 def _sum_of_signs(word, present):
-    """Sum of the signs that the first `present` bits of each word stand for."""
+    """Sum of the signs of the first `present` bits of each word."""
     present = tl.minimum(tl.maximum(present, 0), 32)
-    # 64 bits: a shift by 32 is none in 32
+    # 64 bits, since a shift by 32 is undefined in 32 bits
     is_row = ((tl.full((), 1, tl.uint64) << present.to(tl.uint64)) - 1).to(tl.uint32)
     return present - 2 * _count_ones(word & is_row)
 
