@@ -289,8 +289,8 @@ def test_parameters_changed_before_the_backward_pass_are_noticed():
 def test_wrong_arguments_are_named():
     cell, inputs, state = make("gru", 5)
     for keywords, message in (
-        ({}, "pass one of them"),
-        ({"memory": 0.5, "slots": 2}, "pass one of them"),
+        ({}, "pass exactly one"),
+        ({"memory": 0.5, "slots": 2}, "pass exactly one"),
         ({"memory": 1.5}, "not in"),
         ({"memory": 0.0}, "not in"),
         ({"memory": True}, "neither a float"),
@@ -305,7 +305,7 @@ def test_wrong_arguments_are_named():
         bptt_checkpoint(cell, inputs, state, memory=1)
     with pytest.raises(ValueError, match="no step"):
         bptt_checkpoint(cell, inputs[:0], state, slots=2)
-    with pytest.raises(ValueError, match="a tensor, or a structure"):
+    with pytest.raises(ValueError, match="not a tensor or a structure of tensors"):
         bptt_checkpoint(cell, inputs, (), slots=2)
     with pytest.raises(ValueError, match="neither a state"):
         bptt_checkpoint(lambda x, s: (s, s, s), inputs.requires_grad_(), state, slots=2)
@@ -349,7 +349,7 @@ def test_a_cell_that_updates_a_buffer_is_refused_and_left_as_it_was(name, change
     cell.norm.num_batches_tracked = None
     before = {key: (buffer, buffer.clone()) for key, buffer in cell.named_buffers()}
     for run in (lambda: bptt_checkpoint(cell, inputs, state, slots=2), lambda: step_bytes(cell, inputs[0], state)):
-        with pytest.raises(ValueError, match=f"updates '{name}'.*Keep it in the state"):
+        with pytest.raises(ValueError, match=f"updates '{name}'.*Keep the value in the state"):
             run()
     after = dict(cell.named_buffers())
     assert after.keys() == before.keys()

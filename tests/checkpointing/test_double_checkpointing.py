@@ -137,7 +137,7 @@ def test_a_pager_returns_what_it_was_given(make, tmp_path):
         ({"host_every": 6, "local_every": 4}, "host_every=6 is no multiple of local_every=4; pass one, such as 4"),
         ({"host_every": 0, "local_every": 1}, "host_every=0 is no positive int"),
         ({"host_every": 4}, "belong together"),
-        ({"memory": 0.5, "host_every": 4, "local_every": 2}, "pass one of them"),
+        ({"memory": 0.5, "host_every": 4, "local_every": 2}, "pass exactly one"),
         ({"memory": 0.5, "page_to": "host"}, "in the host's memory already; pass a folder"),
         ({"memory": 0.5, "page_to": "/no/such/folder"}, 'neither "host" nor a folder that exists'),
     ],
