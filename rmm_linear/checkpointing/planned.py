@@ -30,7 +30,7 @@ from rmm_linear.compiler.torch_private import (
     reasons_of_breaks,
 )
 from rmm_linear.compiler.tracing import hint_for
-from rmm_linear.errors import CaptureError, NothingToTrainError, ScheduleError
+from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
@@ -96,6 +96,11 @@ class PlannedStep:
         try:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
+        except InfeasibleBudgetError:
+            if not self.plans and self._model._compiled_call_impl is self:
+                # otherwise the model could not be planned with another budget
+                del self._model._compiled_call_impl
+            raise
         except _FAILURES as error:
             if not self._is_whole or is_recompile_limit(error):
                 self._warn(reason_of(error))

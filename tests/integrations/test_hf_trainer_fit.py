@@ -125,11 +125,17 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert "compute_loss" not in vars(trainer)
 
 
-@pytest.mark.slow
-def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path):
-    callback = RMMCallback(fit="1%", noise=None, executor="exact")
-    trainer = make_trainer(tmp_path, callback, model=make_model())
-    with pytest.raises(InfeasibleBudgetError, match="fit found no schedule within 1%"):
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"fit": "1%", "noise": None, "executor": "exact"}, marks=pytest.mark.slow),
+        {"compile": {"budget": "1%", "executor": "exact"}},
+    ],
+    ids=str,
+)
+def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path, options):
+    trainer = make_trainer(tmp_path, RMMCallback(**options), model=make_model(layers=1))
+    with pytest.raises(InfeasibleBudgetError, match="found no schedule within 1%"):
         trainer.train()
     assert not is_planned(trainer.model)
     assert "compute_loss" not in vars(trainer)
