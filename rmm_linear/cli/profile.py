@@ -89,7 +89,8 @@ def _compared(
     columns = {"exact": report.total_bytes}
     names = report.default_layers
     for config in configs:
-        kind = f"{config.sketch} {config.ratio:g}" + (f" in {config.storage}" if config.storage else "")
+        kind = "input" if config.ratio == 1 and config.storage else f"{config.sketch} {config.ratio:g}"
+        kind += f" in {config.storage}" if config.storage else ""
         left = report.frees_nothing(dict.fromkeys(names, config))
         columns[f"{kind}, every layer"] = report.predict(config)
         columns[f"{kind}, where it frees anything"] = report.predict(config, layers=names - left.keys())

@@ -95,7 +95,7 @@ def test_the_text_and_its_options(folder, capsys):
     assert "RobertaForSequenceClassification keeps" in text
     (line,) = [line for line in text.splitlines() if line.startswith("roberta.encoder.layer.*.intermediate.dense")]
     assert line.split()[2] == "3"
-    for name in ("exact", "hadamard 0.5 in int4, every layer", "hadamard 1 in int4, where it frees", "gradient checkp"):
+    for name in ("exact", "hadamard 0.5 in int4, every layer", "input in int4, where it frees", "gradient checkp"):
         assert any(row.startswith(name) for row in text.splitlines())
 
 
