@@ -54,7 +54,7 @@ def _pretrain(tokenizer_json: str, hidden_size: int, layers: int, steps: int) ->
             optimizer, lambda step: min((step + 1) / warmup_steps, (steps - step) / max(steps - warmup_steps, 1))
         )
         batches = _batches(tokenizer, held_out=frozenset(demo.demo_splits()["validation"]["sentence"]))
-        for _ in tqdm(range(steps), desc="demo: pretraining", dynamic_ncols=True):
+        for _ in tqdm(range(steps), desc="demo: pretraining", dynamic_ncols=True, disable=None):
             tokens, replaced = next(batches)
             hidden = encoder(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long())[0]
             is_word = replaced != _IGNORED
