@@ -83,15 +83,15 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         lines.append([want, call, f"keeps {100 * share:.0f} %", time, variance])
     config, (coded_layers, width) = json.loads(eager["config"]), size_of(first)
     told = (
-        "Peak and time are those of a whole step, over eager mode's: a RoBERTa of"
-        f" {config['num_hidden_layers']} layers of {config['hidden_size']}, batch {eager['batch']} x {eager['size']},"
-        f" {eager['hardware']}, torch {eager['torch']}; with `fit` and codes a RoBERTa of"
-        f" {coded_layers} layers of {width}, batch {first['batch']} x {first['size']}, whose noise is the variance of"
-        f" the whole gradient over its square, {first['hardware']}."
-        f' "Keeps" is of what {KEPT}'
-        f" ({KEPT_WITH_LORA} with LoRA) keeps for its backward pass. A sketch's time is a 4096 x 768 -> 3072 layer's"
-        " over `nn.Linear`'s, its noise the variance of a layer's weight gradient over its square, on MRPC, mean of 36"
-        " layers. [docs/results.md](docs/results.md) has more measurements."
+        "The peak and the time of a whole step are divided by the peak and the time of the eager step. The model is a"
+        f" RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}, batch {eager['batch']} x"
+        f" {eager['size']}, {eager['hardware']}, torch {eager['torch']}; with `fit` and codes it is a RoBERTa of"
+        f" {coded_layers} layers of {width}, batch {first['batch']} x {first['size']}, {first['hardware']}, and the"
+        " noise is the variance of the whole gradient over the gradient's square."
+        f' "Keeps" divides the bytes kept for the backward pass by the bytes that {KEPT} ({KEPT_WITH_LORA} with LoRA)'
+        " keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided by the time of"
+        " `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's square, a mean of 36"
+        " layers on MRPC. [docs/results.md](docs/results.md) has more measurements."
     )
     return f"{table(['you want', 'call', 'memory', 'time', 'noise'], lines)}\n\n{told}"
 
@@ -115,10 +115,10 @@ def gpu_table(checkpointing: Path) -> str:
         lines.append([f"{own[0]['model']}, {layers} layers of {width}", *cells])
     first = rows[0]
     told = (
-        "Each cell has the time in kernels and the peak of activations, both over those of `torch.compile` with"
-        f" checkpoints in each block; {first['hardware']}, torch {first['torch']}, {first['precision']}. A"
-        ' percentage is the budget. The column "plan" has the fastest measured plan whose peak of activations is at'
-        ' most that of the checkpoints; "-": none was measured.'
+        "Each cell divides the time in kernels, and the peak of activations, of a step by the same numbers of a step"
+        ' with `torch.compile` and checkpoints in each block. A percentage is a budget. The column "plan" has the'
+        ' fastest measured plan whose activations take no more than the checkpointed step\'s; "-" means that no such'
+        f" step was measured. The steps ran on an {first['hardware']}, torch {first['torch']}, {first['precision']}."
     )
     return f"{table(['model', '`fit`', 'plan', '8 bits'], lines)}\n\n{told} [docs/gpu.md](docs/gpu.md) has all steps."
 

@@ -41,7 +41,7 @@ CODES_ON_GPU, CODES = "codes-cuda.csv", "codes.csv"
 _ONE_FORWARD = 1 / 3
 # of a figure: DTR computes some ops many times near the least peak
 _MOST_EXTRA = 40
-# an unrolled loop has more ops: its planning times have a line of their own
+# an unrolled loop has more ops, so that the table names its planning times apart
 _MANY_OPS = 10_000
 # peak memory in GB: Kusumoto et al. 2019, table 1: none, Chen's algorithm, theirs; with liveness analysis
 _PUBLISHED = {
