@@ -152,7 +152,7 @@ def run(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         RuntimeError: If a kernel fails while a CUDA graph is captured.
         OutOfMemoryError: If the GPU is out of memory; the kernel is not marked as broken then.
     """
-    if torch._C._is_any_autocast_enabled() and not x.is_meta:
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(device_type=x.device.type, enabled=False):
             return run(name, x, *args, **kwargs)
     reference = _REFERENCES[name]
@@ -219,7 +219,7 @@ def projected_grad_weight(g: Tensor, *args: Any, **kwargs: Any) -> Tensor | None
 
     None where the sketch of g has a kernel. `rmm_linear_kernels.projection.reference` has the arguments.
     """
-    if torch._C._is_any_autocast_enabled() and not g.is_meta:
+    if not g.is_meta and torch.is_autocast_enabled(g.device.type):
         with torch.autocast(device_type=g.device.type, enabled=False):
             return projected_grad_weight(g, *args, **kwargs)
     if _reason_against("random_projection", g) is None:
@@ -244,7 +244,7 @@ def estimate(sketched_g: Tensor, sketched_x: Tensor, dtype: torch.dtype, headroo
     `product_dtype`. A float16 S^T g is divided by `headroom`, a power of 2, before the product: its elements are about
     `headroom` times as large as those of g.
     """
-    if torch._C._is_any_autocast_enabled() and not sketched_g.is_meta:
+    if not sketched_g.is_meta and torch.is_autocast_enabled(sketched_g.device.type):
         with torch.autocast(device_type=sketched_g.device.type, enabled=False):
             return estimate(sketched_g, sketched_x, dtype, headroom)
     if dtype not in HALVES:

@@ -49,6 +49,7 @@ from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_che
 from rmm_linear.producers import is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
+from rmm_linear.torch_private import is_batched, is_exporting, is_mapped, is_torch_func_active
 
 
 class _Kept(NamedTuple):
@@ -155,7 +156,7 @@ def linear(
     if not config.sketches(rows):
         return F.linear(x, weight, bias)
     keeps_graph = torch.is_grad_enabled()
-    if keeps_graph and torch._C._is_tracing():
+    if keeps_graph and torch.jit.is_tracing():  # type: ignore[attr-defined]
         _refuse_tracing()
     # Under no_grad as well: see the docstring.
     seed = ops.draw_seed(x.detach()) if seed is None else _seed_tensor(seed, x)
@@ -172,7 +173,7 @@ def linear(
         return F.linear(x, weight, bias)
     if x.dtype != dtype:
         x = x.to(dtype)
-    if torch._C._are_functorch_transforms_active():
+    if is_torch_func_active():
         _refuse_mapped(x)
     made = None if shared is None else shared.tensors(seed)
     if made is None:
@@ -202,8 +203,7 @@ def _compiled(
     """`linear` for compilers: the decisions that need more than tensors and the configuration's text."""
     if not weight.requires_grad or weight.shape[0] == 0 or x.is_nested or x.layout != torch.strided:
         return F.linear(x, weight, bias)
-    # Not is_exporting(): in compiled code of torch 2.11 that function returns True without an export as well.
-    if torch.compiler._is_exporting_flag:
+    if is_exporting():
         if torch.is_grad_enabled() and config.sketches(x.numel() // max(1, x.shape[-1])):
             _refuse_tracing()
         return F.linear(x, weight, bias)
@@ -413,11 +413,8 @@ class _SketchedLinear(torch.autograd.Function):
 
 
 def _refuse_mapped(x: Tensor) -> None:
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):
-        if functorch.is_batchedtensor(x):
-            raise _no_transform("torch.vmap")
-        x = functorch.get_unwrapped(x)
+    if is_mapped(x):
+        raise _no_transform("torch.vmap")
 
 
 def _no_transform(name: str) -> TransformError:
@@ -430,7 +427,7 @@ def _no_transform(name: str) -> TransformError:
 def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
     """The gradients of x, weight and bias, None where a gradient is not needed."""
     # autograd.grad(is_grads_batched=True) passes a legacy batched tensor
-    if torch._C._functorch.is_batchedtensor(g) or torch._C._functorch.is_legacy_batchedtensor(g):
+    if is_batched(g):
         raise _no_transform("torch.vmap over gradients")
     shared = ctx.kept[4]
     if shared is not None:

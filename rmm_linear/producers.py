@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear.torch_private import innermost_saved_tensors_hooks
+
 # Autograd nodes of the operations that save their first output -> the node's name for the output.
 KEEPS_OUTPUT = {
     "ReluBackward0": "result",
@@ -105,6 +107,6 @@ def _is_held(packed: object, x: Tensor) -> bool:
 
 
 def _is_of_this_checkpoint(saved: Any) -> bool:
-    current = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    current = innermost_saved_tensors_hooks()
     is_checkpoint = type(saved.data).__module__ == "torch.utils.checkpoint"
     return is_checkpoint and current is not None and current[1] is saved.unpack_hook

@@ -20,23 +20,27 @@ FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 ALLOWED = {
     "errors": set(),
     "backend": {"errors"},
+    "torch_private": set(),
     "fingerprint": {"backend"},
     "sketches": {"backend", "errors"},
     "config": {"sketches", "fingerprint", "errors"},
     "ops": {"backend", "config", "sketches"},
     "rows": {"errors"},
     "sharing": {"norm_cache"},
-    "producers": set(),
+    "producers": {"torch_private"},
     "names": set(),
-    "padding": {"rows", "errors"},
+    "padding": {"rows", "errors", "torch_private"},
     "norm_cache": {"sketches", "config", "padding"},
-    "functional": {"sketches", "config", "rows", "sharing", "producers", "padding", "norm_cache", "ops", "errors"},
+    "functional": {
+        *("sketches", "config", "rows", "sharing", "producers", "padding", "norm_cache", "ops", "errors"),
+        "torch_private",
+    },
     "layer": {"functional", "config", "sharing", "padding", "norm_cache", "errors"},
     "adapters": {"layer", "padding", "sharing"},
     "convertible": {"layer"},
     "memory": {
         *("adapters", "byte_sizes", "convertible", "names", "producers", "sharing", "functional", "layer", "config"),
-        *("rows", "padding", "errors"),
+        *("rows", "padding", "errors", "torch_private"),
     },
     "convert": {"adapters", "convertible", "names", "layer", "config", "memory", "padding", "errors"},
     "variance": {
@@ -47,7 +51,7 @@ ALLOWED = {
     # plans are made of plain data: no torch
     "planning": {"byte_sizes", "errors"},
     "paging": {"errors"},
-    "compiler": {"planning", "memory", "config", "paging", "errors"},
+    "compiler": {"planning", "memory", "config", "paging", "errors", "torch_private"},
     "checkpointing": {"compiler", "planning", "memory", "paging", "errors"},
     "candidates": {"byte_sizes", "checkpointing", "errors", "names", "ops", "planning", "variance"},
     "module_fitting": {
@@ -145,6 +149,66 @@ def test_only_the_integrations_and_the_layer_import_transformers():
 def test_the_library_imports_no_triton_tests_or_experiments():
     for package in ("triton", "tests", "experiments"):
         assert importers_of(package, LIBRARY) == set(), package
+
+
+# beside the names of ops and the two functions that register a backend
+PRIVATE = re.compile(r"\btorch(?:\.\w+)*\._(?!_|dynamo\.(?:list_backends|register_backend)\b|dynamo$)\w+", re.MULTILINE)
+WIDELY_USED = {"torch.utils._pytree", "torch.utils._python_dispatch"}
+
+
+def test_private_parts_of_torch_are_named_in_two_files():
+    found = {
+        (path.relative_to(LIBRARY).as_posix(), name)
+        for path in python_files(LIBRARY)
+        if path.name != "torch_private.py"
+        for name in PRIVATE.findall(path.read_text(encoding="utf-8"))
+        if name not in WIDELY_USED and not name.startswith("torch.ops.")
+    }
+    assert found == set()
+
+
+def test_a_part_that_torch_renames_costs_one_feature():
+    code = """
+import torch
+from torch import nn
+
+parts = {
+    torch._C._functorch: (
+        *("is_batchedtensor", "is_legacy_batchedtensor", "is_functorch_wrapped_tensor", "get_unwrapped"),
+    ),
+    torch._C._autograd: ("_top_saved_tensors_default_hooks",),
+    torch._C: ("_are_functorch_transforms_active",),
+    torch.compiler: ("_is_exporting_flag",),
+    torch: ("_assert_async",),
+}
+hidden = [(owner, name, getattr(owner, name)) for owner, names in parts.items() for name in names]
+for owner, name, _ in hidden:
+    delattr(owner, name)
+import rmm_linear.torch_private
+# torch itself needs them
+for owner, name, part in hidden:
+    setattr(owner, name, part)
+import rmm_linear
+from rmm_linear import memory
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+rmm_linear.convert_linears(model, ratio=0.5)
+with memory.SavedTensors(model) as saved:
+    loss = model(torch.randn(64, 8)).square().sum()
+loss.backward()
+assert saved.bytes > 0 and all(parameter.grad is not None for parameter in model.parameters())
+
+import torch._functorch.aot_autograd
+del torch._functorch.aot_autograd.aot_export_joint_with_descriptors
+try:
+    import rmm_linear.compiler
+except ImportError as error:
+    print(error)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert "planned steps need a part of torch" in done.stdout
+    assert "aot_export_joint_with_descriptors" in done.stdout
 
 
 def test_layers_import_downwards_only():

@@ -20,6 +20,7 @@ from torch import nn
 from rmm_linear.compiler.backend import Group, Options, Planned
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.torch_private import (
+    OptimizedModule,
     compiled,
     dynamo_options,
     failures_of_dynamo,
@@ -232,7 +233,7 @@ def refuse_planned(model: nn.Module) -> None:
             )
         if isinstance(module._compiled_call_impl, PlannedStep):
             raise ValueError(f"{subject} is checkpointed already; call remove_checkpointing(model) first")
-        if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+        if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
             raise ValueError(f"{subject} is compiled already: call checkpoint_model on the model without torch.compile")
 
 

@@ -16,13 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
 
 from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.costs import cost_of, unit_of
@@ -31,6 +24,14 @@ from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
 from rmm_linear.compiler.rewrites.step import Step
+from rmm_linear.compiler.torch_private import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    OpOverload,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -451,7 +452,7 @@ class _Reading:
             is_backward=is_backward,
             is_recomputable=is_worth_it
             and namespace not in COLLECTIVES
-            and (isinstance(target, torch._ops.OpOverload) or target in _UPDATES_BUFFERS)
+            and (isinstance(target, OpOverload) or target in _UPDATES_BUFFERS)
             and not (reads_updated and target not in _UPDATES_BUFFERS),
             is_random=is_random,
             state_bytes=state_bytes,

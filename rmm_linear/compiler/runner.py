@@ -21,6 +21,7 @@ from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autoc
 from rmm_linear.compiler.exact_program import Program, hidden_random_state, set_random_state, sources_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
+from rmm_linear.compiler.torch_private import AutoDispatchBelowAutograd
 from rmm_linear.compiler.tracing import Returned
 from rmm_linear.errors import AutocastBackwardError, DoubleBackwardError
 
@@ -391,5 +392,5 @@ def _as_kernels(runner: Runner) -> Iterator[None]:
     # Some kernels (LSTM's on a CPU) save nothing for the backward pass unless gradients are enabled.
     is_casting = any(map(torch.is_autocast_enabled, runner.device_types))
     off = autocast_as((), runner.device_types) if is_casting else nullcontext()
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd(), off:
+    with torch.enable_grad(), AutoDispatchBelowAutograd(), off:
         yield

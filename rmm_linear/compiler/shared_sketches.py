@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import TangentAOTInput
-from torch._ops import OpOverload
+
+from rmm_linear.compiler.torch_private import OpOverload, TangentAOTInput
 
 _DRAW = torch.ops.rmm_linear.draw_seed.default
 _COMPRESS = torch.ops.rmm_linear.compress.default

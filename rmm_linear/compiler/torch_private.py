@@ -15,10 +15,36 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._functorch.config
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
 from rmm_linear.errors import CaptureError, MissingCompilerError
+from rmm_linear.torch_private import is_torch_func_active
+
+try:
+    from torch._C import DispatchKey as DispatchKey
+    from torch._dynamo import OptimizedModule as OptimizedModule
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput as GradAOTOutput
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOTInput
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as aot_export_joint_with_descriptors
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+    AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+    aot_options = torch._functorch.config.patch
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"planned steps need a part of torch that torch {torch.__version__} does not have ({error}): install torch"
+        " 2.13, with which they were tested"
+    ) from error
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 # of one model; beyond them, Dynamo runs it as written
@@ -57,12 +83,12 @@ def ends_at_a_break(module: fx.GraphModule) -> bool:
 def is_transformed(tensors: Any) -> bool:
     """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
     is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-    return torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0 and any(is_dual))
+    return is_torch_func_active() or (forward_ad._current_level >= 0 and any(is_dual))
 
 
 def is_transforming() -> bool:
     """Tell whether torch.func or forward-mode differentiation is active in this thread."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return is_torch_func_active() or forward_ad._current_level >= 0
 
 
 def is_profiled() -> bool:
@@ -252,7 +278,7 @@ def fake_tensor(mode: Any, like: Tensor, memory: torch.UntypedStorage, offset: i
     elements = torch.empty(0, dtype=like.dtype, device="meta").set_(memory, offset, like.shape, like.stride())
     # torch makes a storage larger that is too small
     assert memory.nbytes() == size_bytes
-    return require(torch._subclasses, "FakeTensor")(mode, elements, like.device)
+    return FakeTensor(mode, elements, like.device)
 
 
 def compile_by_inductor(

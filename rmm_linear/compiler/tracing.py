@@ -13,13 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +20,15 @@ from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
 from rmm_linear.compiler.shared_sketches import share_sketches
 from rmm_linear.compiler.torch_private import (
+    DataDependentOutputException,
+    DispatchKey,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    aot_export_joint_with_descriptors,
+    aot_options,
     compile_lock,
     draw_by_seeds,
     line_of,
@@ -278,15 +280,13 @@ def _layout(value: Tensor, base: Tensor) -> Any:
 def _as_eager_runs_it() -> Iterator[None]:
     """Trace the ops that eager mode runs: a trace replaces some ops by Python code with other roundings."""
     # Batch norms alone are left replaced: their buffers' updates would be lost otherwise.
-    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
     removed: list[tuple[Any, Any, Any]] = []
     # an op that was not looked up before has no Python code
-    packets = [
-        packet for packet in list(vars(torch.ops.aten).values()) if isinstance(packet, torch._ops.OpOverloadPacket)
-    ]
+    packets = [packet for packet in list(vars(torch.ops.aten).values()) if isinstance(packet, OpOverloadPacket)]
     ops = [(packet.__name__, op) for packet in packets for op in list(vars(packet).values())]
     for name, op in ops:
-        if not isinstance(op, torch._ops.OpOverload) or "batch_norm" in name:
+        if not isinstance(op, OpOverload) or "batch_norm" in name:
             continue
         for key in keys:
             if key in op.py_kernels:
@@ -312,7 +312,7 @@ def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_s
         if not draws_by_seeds:
             stack.enter_context(_as_eager_runs_it())
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast=states or "off"))
+        stack.enter_context(aot_options(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
         table = random_decompositions() if draws_by_seeds else None
         joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
@@ -336,7 +336,7 @@ class _FakeMode(FakeTensorMode):
         self.cache_enabled = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = isinstance(func, torch._ops.OpOverload) and func.is_view
+        is_view = isinstance(func, OpOverload) and func.is_view
         self.cache_enabled = is_view or torch.Tag.pointwise in getattr(func, "tags", ())
         return super().dispatch(func, types, args, kwargs)
 

@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from rmm_linear.torch_private import innermost_saved_tensors_hooks
+
 _BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -150,7 +152,7 @@ class SavedTensors:
         # A module's tensors may have been moved or replaced since `__init__`.
         self._excluded = StorageSet(own_tensors(self._exclude))
         self._kept = StorageSet()
-        innermost = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        innermost = innermost_saved_tensors_hooks()
         outer = None if innermost is None else getattr(innermost[0], "__self__", None)
         self._outer = outer if isinstance(outer, SavedTensors) else None
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)

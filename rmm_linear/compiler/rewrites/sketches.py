@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput
 
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, node_at, shape_of, size_bytes
+from rmm_linear.compiler.torch_private import GradAOTOutput
 from rmm_linear.config import RMMConfig
 
 aten = torch.ops.aten

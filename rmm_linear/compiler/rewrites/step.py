@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from rmm_linear.compiler.autocasting import autocast_as
 from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
-from rmm_linear.compiler.torch_private import fake_mode_of
+from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
 _LINEAR = {"_fft_r2c", "convolution", "index_add"}
@@ -119,10 +119,10 @@ class Step:
                 # a comparison is named, and not the ops that follow
                 if not isinstance(value, Tensor) or _is_number(value):
                     noisy.add(node)
-                if isinstance(node.target, torch._ops.OpOverload) and not self._is_linear(node, node.target, found):
+                if isinstance(node.target, OpOverload) and not self._is_linear(node, node.target, found):
                     yield node
 
-    def _is_linear(self, node: fx.Node, op: torch._ops.OpOverload, gradients: set[fx.Node]) -> bool:
+    def _is_linear(self, node: fx.Node, op: OpOverload, gradients: set[fx.Node]) -> bool:
         """Whether autograd would save none of the gradients, nor a result, for the derivative of an op."""
         given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
         others = [value for name, value in given.items() if not name.startswith("grad")]
