@@ -5,13 +5,12 @@ from rmm_linear.variance.allocation import (
     LayerProfile,
     NoiseProfile,
     Option,
-    allocate_for_noise,
     allocate_ratios,
 )
 from rmm_linear.variance.bershatsky2022 import PaperQuantities, paper_quantities
 from rmm_linear.variance.gradient_noise import GradientNoise, Measured, gradient_noise, measure_sketch_variance
 from rmm_linear.variance.monitor import NoiseRecord, NoiseSummary, VarianceMonitor
-from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
+from rmm_linear.variance.profile import layer_options, profile_noise
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 __all__ = [
@@ -24,10 +23,8 @@ __all__ = [
     "NoiseSummary",
     "Option",
     "PaperQuantities",
-    "ProfileBuilder",
     "StepNoise",
     "VarianceMonitor",
-    "allocate_for_noise",
     "allocate_ratios",
     "gradient_noise",
     "layer_options",

@@ -1,4 +1,4 @@
-"""Choose sketches for all layers: the least variance within a budget of bytes, or the fewest bytes within a variance.
+"""Choose sketches for all layers: the least variance within a budget of bytes.
 
 Gradients of different layers are sketched with independent seeds, so that their variances add, and so do their bytes.
 Choosing one option for every layer is a multiple-choice knapsack problem.
@@ -23,9 +23,6 @@ from rmm_linear.names import aligned, listed
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]
-
-# The rounding error of sums: float64 leaves 1e-16 for each of some hundred terms.
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,8 @@ class Allocation:
 
     Attributes:
         layers: The layers, in the profile's order, each with the chosen `option`.
-        gap: Upper bound of the share that any other choice could save: of the objective in a result of
-            `allocate_ratios`, of the bytes in a result of `allocate_for_noise`; None in other allocations.
+        gap: Upper bound of the share of the objective that any other choice could save, in a result of
+            `allocate_ratios`; None in other allocations.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -228,52 +225,16 @@ def allocate_ratios(profile: NoiseProfile, budget_bytes: int | float, *, objecti
     """
     units = _units(profile)
     costs = _costs(profile, objective, units)
-    _check_bound("budget_bytes", budget_bytes)
-    weights = _bytes(units)
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, Real) or not budget_bytes >= 0:
+        raise ValueError(f"budget_bytes={budget_bytes!r} is not a number of at least 0; pass an int or a float")
     least = profile.least_bytes
     if budget_bytes < least:
         raise ValueError(
             f"budget_bytes={budget_bytes} is below the least possible, {least} bytes with the smallest option of every"
             " layer; pass at least that, or profile smaller options"
         )
+    weights = [[option.saved_bytes for option in unit[0].options] for unit in units]
     choice, gap = _solve(weights, costs, math.floor(min(budget_bytes, profile.most_bytes)))
-    return _allocation(profile, units, choice, gap)
-
-
-def allocate_for_noise(profile: NoiseProfile, variance_limit: float) -> Allocation:
-    """Choose an option for every layer: the fewest bytes within a limit of the variance, up to the `gap`.
-
-    The counterpart of `allocate_ratios`, by the same solver. The limit is kept to a relative 1e-12.
-
-    Args:
-        profile: The layers and their options.
-        variance_limit: Limit of the sum of variances; may be infinite.
-
-    Raises:
-        ValueError: If the limit is no number or below the least possible.
-    """
-    units = _units(profile)
-    variances = _costs(profile, "total", units)
-    _check_bound("variance_limit", variance_limit)
-    least = math.fsum(map(min, variances))
-    capacity = float(variance_limit) * (1 + _ROUNDING)
-    if capacity < least:
-        raise ValueError(
-            f"variance_limit={variance_limit} is below the least possible, {least!r} with the option of least variance"
-            " of every layer; pass at least that, or profile larger ratios or the exact layer"
-        )
-    choice, gap = _solve(variances, _bytes(units), capacity)
-    return _allocation(profile, units, choice, gap)
-
-
-def _check_bound(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:  # type: ignore[operator]
-        raise ValueError(f"{name}={value!r} is not a number of at least 0; pass an int or a float")
-
-
-def _allocation(
-    profile: NoiseProfile, units: Sequence[Sequence[LayerProfile]], choice: Sequence[int], gap: float
-) -> Allocation:
     chosen = zip(units, choice, strict=True)
     configs = {layer.name: layer.options[index].config for unit, index in chosen for layer in unit}
     return replace(profile.allocation(configs), gap=gap)
@@ -287,11 +248,6 @@ def _units(profile: NoiseProfile) -> list[list[LayerProfile]]:
         options = tuple((option.config, option.saved_bytes) for option in layer.options)
         found.setdefault((layer.group, options) if shares else layer.name, []).append(layer)
     return list(found.values())
-
-
-def _bytes(units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
-    """The bytes of each unit's options."""
-    return [[option.saved_bytes for option in unit[0].options] for unit in units]
 
 
 def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence[LayerProfile]]) -> list[list[float]]:
@@ -315,7 +271,7 @@ def _costs(profile: NoiseProfile, objective: Objective, units: Sequence[Sequence
 
 
 def _solve(
-    weights: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], capacity: float
+    weights: Sequence[Sequence[int]], costs: Sequence[Sequence[float]], capacity: float
 ) -> tuple[list[int], float]:
     """Choose one option a layer by the method in the module's docstring; return the options and the gap."""
     hulls = [_lower_hull(w, c) for w, c in zip(weights, costs, strict=True)]
@@ -346,7 +302,7 @@ def _solve(
     return [hull[place] for hull, place in zip(hulls, places, strict=True)], gap
 
 
-def _lower_hull(w: Sequence[float], c: Sequence[float]) -> list[int]:
+def _lower_hull(w: Sequence[int], c: Sequence[float]) -> list[int]:
     """Options on the lower convex hull, by increasing weight and decreasing cost."""
     hull: list[int] = []
     least = math.inf

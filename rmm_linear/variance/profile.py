@@ -46,64 +46,24 @@ def layer_options(
     return tuple(options)
 
 
-class ProfileBuilder:
-    """Averages measurements of layers, added one at a time in any order, into a `NoiseProfile`.
+def _measured(x: Tensor, g: Tensor, configs: Sequence[RMMConfig], index: Tensor | None) -> LayerProfile | None:
+    """Measure one layer, without a name, on one batch.
 
-    Its length is the number of layers measured so far.
+    The minibatch's variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and for
+    a single sequence; it is 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, gives None.
     """
-
-    def __init__(self) -> None:
-        # the profiles of each layer, one for each batch
-        self._layers: dict[str, list[LayerProfile]] = {}
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def add(
-        self,
-        name: str,
-        x: Tensor,
-        g: Tensor,
-        configs: Sequence[RMMConfig],
-        *,
-        index: Tensor | None = None,
-        group: str | None = None,
-    ) -> None:
-        """Add one layer's input and gradient of one batch; the arguments are those of `layer_options`.
-
-        The minibatch's variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and
-        for a single sequence; it is 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, is
-        left out.
-
-        Raises:
-            ValueError: If shapes do not fit, or the candidates differ from those of the layer's earlier calls.
-        """
-        known = self._layers.get(name, [])
-        if known and {option.config for option in known[0].options} != set(configs):
-            raise ValueError(f"{name!r} was measured for other configurations before; pass the same each time")
-        noise = gradient_noise(x, g, _EXACT)
-        options = layer_options(x, g, configs, index=index)
-        # an infinity of x in a row where g is zero leaves the gradient finite, but not the variance
-        if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
-            return
-        minibatch = noise.sequence_variance
-        if minibatch is None or math.isnan(minibatch):
-            minibatch = noise.row_variance
-        # rounding may give values slightly below 0
-        minibatch = 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
-        options = tuple(replace(option, variance=max(0.0, option.variance)) for option in options)
-        known.append(LayerProfile(name, noise.gradient_squared, minibatch, options, group))
-        self._layers[name] = known
-
-    def build(self) -> NoiseProfile:
-        """Return the means, with the layers in the order of their first measurement.
-
-        Raises:
-            ValueError: If no layer was added.
-        """
-        if not self._layers:
-            raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
-        return NoiseProfile(tuple(map(_mean, self._layers.values())))
+    noise = gradient_noise(x, g, _EXACT)
+    options = layer_options(x, g, configs, index=index)
+    # an infinity of x in a row where g is zero leaves the gradient finite, but not the variance
+    if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
+        return None
+    minibatch = noise.sequence_variance
+    if minibatch is None or math.isnan(minibatch):
+        minibatch = noise.row_variance
+    # rounding may give values slightly below 0
+    minibatch = 0.0 if math.isnan(minibatch) else max(0.0, minibatch)
+    options = tuple(replace(option, variance=max(0.0, option.variance)) for option in options)
+    return LayerProfile("", noise.gradient_squared, minibatch, options)
 
 
 def _mean(batches: list[LayerProfile]) -> LayerProfile:
@@ -160,10 +120,13 @@ def profile_noise(
         raise ValueError(f"{len(configs)} configurations, and some are equal; pass each once")
     if isinstance(layers_at_once, bool) or not isinstance(layers_at_once, Integral) or layers_at_once < 1:
         raise ValueError(f"layers_at_once={layers_at_once!r} is not a positive int; pass 1 for the least memory")
-    builder = ProfileBuilder()
+    # the profiles of each layer, one for each batch
+    found: dict[str, list[LayerProfile]] = {}
 
     def measure(name: str, layer: SketchedLayer, x: Tensor, g: Tensor, index: Tensor | None) -> None:
-        builder.add(name, x, g, configs, index=index, group=probe.groups.get(name))
+        measured = _measured(x, g, configs, index)
+        if measured is not None:
+            found.setdefault(name, []).append(replace(measured, name=name, group=probe.groups.get(name)))
 
     probe = LayerProbe(model, measure)
     names = list(probe.layers)
@@ -175,4 +138,6 @@ def profile_noise(
                     run()
     finally:
         probe.close()
-    return builder.build()
+    if not found:
+        raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
+    return NoiseProfile(tuple(map(_mean, found.values())))

@@ -12,7 +12,7 @@ from rmm_linear import RMMConfig, available_sketches, convert_linears
 from rmm_linear.padding import valid_rows
 from rmm_linear.sketches import STORAGES
 from rmm_linear.variance import gradient_noise
-from rmm_linear.variance.profile import ProfileBuilder, layer_options, profile_noise
+from rmm_linear.variance.profile import layer_options, profile_noise
 
 RATIOS = (0.05, 0.1, 0.3, 0.5, 0.77, 1.0)
 
@@ -184,20 +184,23 @@ def test_no_more_layers_are_watched_than_asked_for(network, at_once):
     assert len(profile.layers) == 3
 
 
-def test_a_builder_averages_the_batches(pair):
-    x, g = pair
-    builder = ProfileBuilder()
-    assert not builder
-    builder.add("a", x, g, CONFIGS)
-    builder.add("a", 2 * x, g, CONFIGS)
-    builder.add("b", x.view(1, 331, 24), g.view(1, 331, 20), CONFIGS)
-    assert len(builder) == 2
-    with pytest.raises(ValueError, match="'a' was measured for other configurations before"):
-        builder.add("a", x, g, CONFIGS[:2])
-    first, second = builder.build().layers
+def profiled_layer(*batches: tuple[Tensor, Tensor], configs: list[RMMConfig] = CONFIGS):
+    """Profile one layer that gets each batch's x and g."""
+    layer = convert_linears(nn.Sequential(nn.Linear(24, 20)), config=CONFIGS[1].replace(share_sketch=False))
+    profile = profile_noise(layer, [lambda x=x, g=g: layer(x).backward(g) for x, g in batches], configs)
+    return profile.layers[0]
+
+
+def test_batches_are_averaged(pair):
+    x, g = (each.float() for each in pair)
+    several = profiled_layer((x, g), (2 * x, g))
     # one sequence has no spread of its own
-    assert second.minibatch_variance == pytest.approx(gradient_noise(x, g, CONFIGS[0]).row_variance)
-    assert first.gradient_squared == pytest.approx(2.5 * second.gradient_squared)
+    one = profiled_layer((x.view(1, 331, 24), g.view(1, 331, 20)))
+    assert one.minibatch_variance == pytest.approx(gradient_noise(x, g, CONFIGS[0]).row_variance)
+    for name in ("gradient_squared", "minibatch_variance"):
+        assert getattr(several, name) == pytest.approx(2.5 * getattr(one, name))
+    for both, single in zip(several.options, one.options, strict=True):
+        assert both.variance == pytest.approx(2.5 * single.variance)
 
 
 def test_candidates_without_padding_use_the_models_mask(network):
@@ -239,10 +242,11 @@ def test_bad_arguments_are_named(network, change, message):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_where_the_gradient_is_zero_is_left_out(value: float) -> None:
-    builder, x, g = ProfileBuilder(), torch.randn(4, 64, 16), torch.randn(4, 64, 8)
-    x[3, 50:], g[3, 50:] = value, 0.0
-    builder.add("layer", x, g, [RMMConfig(ratio=0.5)])
-    assert len(builder) == 0
-    builder.add("layer", torch.randn(4, 64, 16), g, [RMMConfig(ratio=0.5)])
-    assert builder.build().layers[0].options[0].variance > 0
+def test_a_batch_that_is_not_finite_where_the_gradient_is_zero_is_left_out(pair, value: float) -> None:
+    x, g = (each.float() for each in pair)
+    g[300:] = 0.0
+    wrong = x.clone()
+    wrong[300:] = value
+    assert profiled_layer((wrong, g), (x, g)) == profiled_layer((x, g))
+    with pytest.raises(ValueError, match="no layer was measured"):
+        profiled_layer((wrong, g))
