@@ -21,6 +21,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import os
 import re
 import statistics
@@ -433,8 +434,11 @@ def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
     for way, bits in CODES.items():
         planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
         noise = measure_step_noise(planned, made)
+        # of a quotient of two means, to first order
+        parts = (noise.step.standard_error / noise.step.value, noise.minibatch.standard_error / noise.minibatch.value)
         row = {"way": way, "batches": _NOISE_BATCHES, "batch": size, "share": noise.noise_ratio}
-        yield row | {"relative_variance": noise.relative_variance} | origin()
+        row |= {"share_error": noise.noise_ratio * math.hypot(*parts), "relative_variance": noise.relative_variance}
+        yield row | origin()
 
 
 def _run(options: argparse.Namespace) -> None:
