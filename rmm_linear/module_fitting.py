@@ -27,7 +27,7 @@ from rmm_linear.candidates import (
     Candidate,
     Loss,
     NotMeasurableError,
-    arguments_of,
+    at_call,
     choose,
     loss_of,
     noise_on,
@@ -265,9 +265,9 @@ class _Trials:
 
     def _sketched(self, batch: Any, candidate: Candidate) -> set[str]:
         """The linear layers whose inputs have the rows that a sketch needs."""
-        args, kwargs = arguments_of(self._model, batch, self._loss_fn)
         config = RMMConfig(**candidate.options)
-        return {call.layer for call in profile(self._model, *args, **kwargs).linears if config.sketches(call.rows)}
+        found = at_call(self._model, batch, self._loss_fn, lambda args, kwargs: profile(self._model, *args, **kwargs))
+        return {call.layer for call in found.linears if config.sketches(call.rows)}
 
     def refusal(self, least_bytes: int) -> str:
         """Say that no means is within the budget."""

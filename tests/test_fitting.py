@@ -300,6 +300,20 @@ def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
         fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
 
 
+def test_a_loss_function_may_enable_autocast(batch):
+    found = []
+    for is_inside in (False, True):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)).train()
+
+        def loss_fn(model, x, is_inside=is_inside):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside or torch.is_autocast_enabled("cpu")):
+                return model(x).float().square().mean()
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+            found.append(fit(model, batch[0], "100%", 0, loss_fn=loss_fn, executor="exact").plain_bytes)
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
     x, y = batch
