@@ -307,14 +307,15 @@ def fit(
     """
     limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to, budget)
     asked = None if budget is None else Budget.of(budget)
+    refuse_planned(model)
     if page_to is not None:
         try:
             import scipy.optimize  # noqa: F401
         except ImportError as error:
             raise ImportError('allow: "page" needs scipy: pip install rmm-linear[plan]') from error
         Options(budget, _PAGER, "exact", page_to=page_to)
-        pager_for(page_to, next(model.parameters()).device).close()
-    refuse_planned(model)
+        for device in {parameter.device for parameter in model.parameters()}:
+            pager_for(page_to, device).close()
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
     sample = plain_batch(sample)

@@ -267,6 +267,15 @@ def test_bad_arguments_are_refused(batch, change, message):
     assert not is_planned(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"), [(None, "model is a NoneType"), (nn.Identity(), "nothing that the step")]
+)
+def test_what_cannot_be_trained_is_refused_where_tensors_are_paged(batch, model, message):
+    pytest.importorskip("scipy")
+    with pytest.raises(ValueError, match=message):
+        fit(model, batch[0], "90%", **_PAGING)
+
+
 @pytest.mark.slow
 def test_noise_that_cannot_be_measured_is_told(batch):
     model = _model()
