@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from rmm_linear.candidates import (
     Candidate,
     Loss,
     NotMeasurableError,
+    T,
     at_call,
     choose,
     loss_of,
@@ -54,8 +55,6 @@ _FLAG, _FUNCTION, _BLOCK = "gradient_checkpointing", "_gradient_checkpointing_fu
 _LEAST_GAIN = 1.05
 # An attribute of a fitted model, and of its copies.
 _FITTED = "_rmm_linear_is_fitted"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
