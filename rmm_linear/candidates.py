@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,8 @@ from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 # The loss of a model for a batch.
 Loss = Callable[[nn.Module, Any], Tensor]
+
+T = TypeVar("T")
 
 # Sketches are always noisier.
 LEAST_NOISE_OF_SKETCHES = 0.05
@@ -170,16 +172,25 @@ def plain_batch(batch: Any) -> Any:
 
 
 class _Called(BaseException):
-    """Raised in place of a model's call, whose arguments are all that is wanted of it."""
+    """Raised in place of a model's call, with the result of `at_call`."""
 
 
-def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the model's call for a batch, of which `loss_fn` may keep the labels for itself."""
+def at_call(
+    model: nn.Module, batch: Any, loss_fn: Loss | None, run: Callable[[tuple[Any, ...], dict[str, Any]], T]
+) -> T:
+    """Run a function of the arguments of the model's call for a batch where `loss_fn` calls it, under its autocast.
+
+    `loss_fn` may keep the labels for itself.
+
+    Raises:
+        ValueError: If `loss_fn` does not call the model.
+    """
     if loss_fn is None:
-        return arguments_of_sample(batch)
+        return run(*arguments_of_sample(batch))
 
     def call(*args: Any, **kwargs: Any) -> None:
-        raise _Called(args, kwargs)
+        del model._compiled_call_impl
+        raise _Called(run(args, kwargs))
 
     model._compiled_call_impl = call
     devices = {each.device for each in model.parameters() if each.is_cuda}
@@ -187,10 +198,9 @@ def arguments_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> tuple[tu
         with torch.random.fork_rng(devices):
             loss_fn(model, plain_batch(batch))
     except _Called as called:
-        args, kwargs = called.args
-        return args, kwargs
+        return called.args[0]
     finally:
-        del model._compiled_call_impl
+        vars(model).pop("_compiled_call_impl", None)
     raise ValueError("loss_fn does not call the model that it is given: compute the loss from model(...)")
 
 

@@ -28,7 +28,7 @@ from rmm_linear.candidates import (
     Candidate,
     Loss,
     NotMeasurableError,
-    arguments_of,
+    at_call,
     checked_noise,
     choose,
     is_without_contents,
@@ -307,22 +307,22 @@ def fit(
     """
     limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to, budget)
     asked = None if budget is None else Budget.of(budget)
+    refuse_planned(model)
     if page_to is not None:
         try:
             import scipy.optimize  # noqa: F401
         except ImportError as error:
             raise ImportError('allow: "page" needs scipy: pip install rmm-linear[plan]') from error
         Options(budget, _PAGER, "exact", page_to=page_to)
-        pager_for(page_to, next(model.parameters()).device).close()
-    refuse_planned(model)
+        for device in {parameter.device for parameter in model.parameters()}:
+            pager_for(page_to, device).close()
     if not model.training:
         raise ValueError("the model is in eval mode, and its training steps are planned: call model.train() first")
     sample = plain_batch(sample)
     if executor is None:
         return fit_modules(model, sample, asked, limit, ways, loss_fn)
-    arguments = arguments_of(model, sample, loss_fn)
     step = PlannedStep(model._call_impl, model, Options(executor=executor))
-    exact, plain = step.capture(*arguments)
+    exact, plain = at_call(model, sample, loss_fn, step.capture)
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
     trials = _Trials(exact, budget_bytes, is_replanned="recompute" in ways)
     trials.add("exact", {}, exact)
@@ -485,7 +485,7 @@ def _measured(model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss
     step = PlannedStep(model._call_impl, model, Options(executor=executor, **noisy))
     step.group.is_compiled = False
     try:
-        _, plan = step.capture(*arguments_of(model, parts[0], loss_fn))
+        _, plan = at_call(model, parts[0], loss_fn, step.capture)
         if plan.coding.names != whole:
             raise NotMeasurableError(
                 f"the noise can't be measured: {len(whole)} tensors of the sample are coded or sketched, and"

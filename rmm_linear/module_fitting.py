@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from rmm_linear.candidates import (
     Candidate,
     Loss,
     NotMeasurableError,
-    arguments_of,
+    T,
+    at_call,
     choose,
     loss_of,
     noise_on,
@@ -54,8 +55,6 @@ _FLAG, _FUNCTION, _BLOCK = "gradient_checkpointing", "_gradient_checkpointing_fu
 _LEAST_GAIN = 1.05
 # An attribute of a fitted model, and of its copies.
 _FITTED = "_rmm_linear_is_fitted"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -265,9 +264,9 @@ class _Trials:
 
     def _sketched(self, batch: Any, candidate: Candidate) -> set[str]:
         """The linear layers whose inputs have the rows that a sketch needs."""
-        args, kwargs = arguments_of(self._model, batch, self._loss_fn)
         config = RMMConfig(**candidate.options)
-        return {call.layer for call in profile(self._model, *args, **kwargs).linears if config.sketches(call.rows)}
+        found = at_call(self._model, batch, self._loss_fn, lambda args, kwargs: profile(self._model, *args, **kwargs))
+        return {call.layer for call in found.linears if config.sketches(call.rows)}
 
     def refusal(self, least_bytes: int) -> str:
         """Say that no means is within the budget."""

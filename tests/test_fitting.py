@@ -267,6 +267,15 @@ def test_bad_arguments_are_refused(batch, change, message):
     assert not is_planned(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"), [(None, "model is a NoneType"), (nn.Identity(), "nothing that the step")]
+)
+def test_what_cannot_be_trained_is_refused_where_tensors_are_paged(batch, model, message):
+    pytest.importorskip("scipy")
+    with pytest.raises(ValueError, match=message):
+        fit(model, batch[0], "90%", **_PAGING)
+
+
 @pytest.mark.slow
 def test_noise_that_cannot_be_measured_is_told(batch):
     model = _model()
@@ -298,6 +307,20 @@ def test_a_loss_function_may_keep_the_labels_from_the_model(batch):
     assert 0 < found.chosen.noise_ratio < 0.01
     with pytest.raises(ValueError, match="loss_fn does not call the model"):
         fit(_model(), batch, CODES, loss_fn=lambda model, batch: batch[0].sum())
+
+
+def test_a_loss_function_may_enable_autocast(batch):
+    found = []
+    for is_inside in (False, True):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)).train()
+
+        def loss_fn(model, x, is_inside=is_inside):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_inside or torch.is_autocast_enabled("cpu")):
+                return model(x).float().square().mean()
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+            found.append(fit(model, batch[0], "100%", 0, loss_fn=loss_fn, executor="exact").plain_bytes)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

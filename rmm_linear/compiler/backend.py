@@ -28,7 +28,7 @@ from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transformed
-from rmm_linear.compiler.tracing import eager_peak_of, inline_checkpoints, run_with_checkpoints
+from rmm_linear.compiler.tracing import Checkpointing, eager_peak_of, inline_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.budget import Budget
 from rmm_linear.planning.coding import Bits, sketch_ratio
@@ -315,7 +315,7 @@ class PlannedGraph:
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
             self._unplanned.add(key)
-            return run_with_checkpoints(self._module, arguments) if self.has_checkpoints else self._module(*arguments)
+            return Checkpointing(self._module).run(*arguments) if self.has_checkpoints else self._module(*arguments)
         self.variants.pop(key, None)
         self.variants[key] = variant
         while len(self.variants) > _MOST_VARIANTS:

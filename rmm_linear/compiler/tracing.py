@@ -157,7 +157,7 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
 def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
     function = _Function(module, arguments, loss_alone=True)
-    function.interpreter = _Checkpointing
+    function.interpreter = Checkpointing
 
     def run() -> list[Tensor]:
         results = function(*function.inputs)
@@ -171,12 +171,7 @@ def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | Non
         return None
 
 
-def run_with_checkpoints(module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
-    """Run a graph with the checkpoints that it had before they were inlined."""
-    return _Checkpointing(module).run(*arguments)
-
-
-class _Checkpointing(fx.Interpreter):
+class Checkpointing(fx.Interpreter):
     """Runs a graph with the checkpoints that it had before they were inlined."""
 
     def run_node(self, n: fx.Node) -> Any:

@@ -84,16 +84,14 @@ class CheckpointPlan:
         schedule = Schedule.from_order(graph, made.order, strategy=made.strategy, proof=made.proof)
         return CheckpointPlan.of(graph, schedule, self.budget_bytes)
 
-    def by_block(self, depth: int | None = None) -> dict[str, "BlockPlan"]:
+    def by_block(self) -> dict[str, "BlockPlan"]:
         """Return the kept and recomputed bytes of each block: blocks by name, in the order in which they first run.
 
-        Args:
-            depth: How many parts of a module's path make a block's name; as many as give at most 40 blocks if None.
+        As many parts of a module's path make a block's name as give at most 40 blocks.
         """
-        if depth is None:
-            depth = 1
-            while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
-                depth += 1
+        depth = 1
+        while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:
+            depth += 1
         kept_plain, kept = self.plain.forward_live, self.planned.forward_live
         times = Counter(self.schedule.order)
         blocks: dict[str, BlockPlan] = {}

@@ -135,7 +135,7 @@ def frees_of_order(graph: Graph, order: Sequence[int]) -> list[tuple[int, ...]]:
             if not wanted[index]:
                 gone.append(index)
                 wanted[index] = 1
-            stays[index] = index in leaving
+            stays[index] = 1
         for index in op.writes:
             if not wanted[index]:
                 gone.append(index)

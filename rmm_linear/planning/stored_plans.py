@@ -8,6 +8,7 @@ there.
 """
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import math
@@ -33,7 +34,9 @@ def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedul
     folder = _folder()
     found: list[tuple[float, Schedule]] = []
     is_planned = False
-    for path in () if folder is None else sorted(folder.glob(f"{_key(graph, strategy)}-*.json")):
+    # unlike Path.glob, it finds nothing in a folder that can't be read
+    names = [] if folder is None else glob.glob(f"{_key(graph, strategy)}-*.json", root_dir=folder)
+    for path in sorted(Path(folder or "", name) for name in names):
         with contextlib.suppress(OSError, ValueError, ScheduleError, RecursionError):
             schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
             taken = simulate(graph, schedule)

@@ -82,6 +82,14 @@ def test_results_stay_until_the_forward_pass_ends_and_no_longer():
         validate(graph, Schedule((schedule.steps[0], Step("free", 0), schedule.steps[1]), graph.fingerprint))
 
 
+def test_a_result_whose_op_runs_twice_in_the_forward_pass_stays():
+    # "norm" writes a result and a tensor that is computed again
+    ops = Op("norm", 1.0, (), (0, 1)), Op("loss", 1.0, (1,), (2,)), Op("gradient", 1.0, (2,), (3,), is_backward=True)
+    graph = Graph(ops, tuple(Storage(str(index), 8) for index in range(4)), (3,), (0, 2))
+    schedule = Schedule.from_order(graph, [0, 0, 1, 2])
+    assert peak_and_cost(graph, schedule.order)[0] == simulate(graph, schedule).peak_bytes == 24
+
+
 PLAIN = Schedule.plain(CHAIN)
 
 

@@ -78,9 +78,11 @@ def test_a_schedule_of_another_graph_or_beyond_the_budget_is_not_taken(folder, g
     assert stored(graph, "none", budget_bytes) is None
 
 
-def test_a_folder_that_cannot_be_used_breaks_nothing(tmp_path, graph, monkeypatch):
+@pytest.mark.parametrize("name", ["file/plans", "x" * 300])
+def test_a_folder_that_cannot_be_used_breaks_nothing(tmp_path, graph, monkeypatch, name):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / "file" / "plans"))
+    # no file system takes a name of 300 characters: a look at it fails, as in a folder of another user
+    monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / name))
     store_plan(graph, "none", 10**9, Schedule.plain(graph))
     assert stored(graph, "none", 10**9) is None
 
