@@ -748,8 +748,11 @@ LINEAR = {
     "gather": lambda g: g[torch.arange(ROWS - 1, -1, -1)],
     "masked": lambda g: g.masked_fill(torch.ones(WIDTH) > 0, 0.0).tril(),
     "mean": lambda g: g - g.mean(0, keepdim=True) + g.cumsum(1) / 3,
+    "permuted": lambda g: g.gather(0, torch.arange(ROWS - 1, -1, -1)[:, None].expand_as(g)),
     "pieces": lambda g: torch.cat([g[:, 3:], -g[:, :3]], 1).roll(1, 0),
+    "put": lambda g: torch.zeros_like(g).put(torch.arange(g.numel()), g),
     "scatter": lambda g: torch.zeros_like(g).index_add(0, torch.arange(ROWS), g),
+    "taken": lambda g: g.take(torch.arange(g.numel()).view_as(g)),
     "weight": lambda g: functional.pad(g @ torch.ones(WIDTH, 3), (0, WIDTH - 3)),
 }
 

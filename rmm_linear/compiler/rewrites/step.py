@@ -14,7 +14,7 @@ from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
-_LINEAR = {"_fft_r2c", "convolution", "index_add"}
+_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "put", "take"}
 # Not linear, though autograd takes their slopes for constant.
 _STEPS = {"sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "fmod", "remainder"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
