@@ -467,3 +467,10 @@ def test_noise_is_not_measured_in_eval_mode(batch):
     found.model.eval()
     with pytest.raises(ValueError, match="the model is in eval mode"):
         found.measure(batch)
+
+
+def test_a_measurement_after_remove_leaves_no_attribute(batch):
+    found = fit(_small_model(), batch, executor="exact")
+    attributes = vars(found.remove()).keys() - {"_compiled_call_impl"}
+    assert found.measure(batch).step.value == 0
+    assert vars(found.model).keys() == attributes
