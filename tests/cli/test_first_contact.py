@@ -55,6 +55,20 @@ def test_a_mistake_is_one_line_before_transformers_is_loaded(arguments, message,
     assert "transformers" not in error
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 0}, {"vocab_size": "x"}, {"architectures": ["BertTokenizer"]}, {"hidden_act": "x"}],
+    ids=str,
+)
+def test_a_configuration_that_makes_no_model_is_one_line(change, tmp_path, capsys):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, **change}))
+    assert main(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"transformers makes no model of {str(path)!r} (" in error
+    assert error.count("\n") == 1
+
+
 def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
     asked = []
 
