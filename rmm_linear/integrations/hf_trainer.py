@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
@@ -341,12 +341,14 @@ class RMMCallback(TrainerCallback):
             convert_linears(model, **self._convert_kwargs)
         else:
             # as the trainer does when training begins
-            if args.gradient_checkpointing and isinstance(model, PreTrainedModel):
-                model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+            if args.gradient_checkpointing and enable is not None:
+                keywords = dict(args.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
+                choice = {name: keywords.pop(name) for name in ("every_n_layers", "offload") if name in keywords}
+                enable(keywords or None, **choice)
             device = next(model.parameters()).device
             sample = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, self._sample)
-            lowered = torch.bfloat16 if args.bf16 else torch.float16
-            with torch.autocast(device.type, dtype=lowered, enabled=args.bf16 or args.fp16):
+            with torch.autocast(device.type, torch.bfloat16 if args.bf16 else torch.float16, args.bf16 or args.fp16):
                 convert_linears(model, **self._convert_kwargs, sample=sample)
         self._converted = weakref.ref(model)
 
