@@ -250,15 +250,13 @@ class RMMCallback(TrainerCallback):
         self._stop_measuring()
         if self._loss is not None:
             self._loss.remove()
-        if self.planned is None and self._fit_options is None:
+        if self._options is None and self._fit_options is None:
             return
-        remove_checkpointing(kwargs["model"])
+        if self.planned is not None:
+            remove_checkpointing(kwargs["model"])
         if self.planned is None or (not self.planned.planned_runs and self.planned.reason is None):
-            warnings.warn(
-                "no training step ran by plan: the model's forward method is called in place of the model",
-                UserWarning,
-                stacklevel=2,
-            )
+            why = "the model's forward method is called in place of the model, or the callback was added too late"
+            warnings.warn(f"no training step ran by plan: {why}", UserWarning, stacklevel=2)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the measurements after each training log, by `Trainer.log`, which reaches every reporter."""
