@@ -206,13 +206,11 @@ def at_call(
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
     """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`."""
-    if loss_fn is not None:
-        return loss_fn(model, plain_batch(batch))
     args, kwargs = arguments_of_sample(batch)
-    found = model(*args, **kwargs)
-    loss = getattr(found, "loss", found)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise NotMeasurableError("the model returns no loss: pass loss_fn(model, batch)")
+    found = model(*args, **kwargs) if loss_fn is None else loss_fn(model, plain_batch(batch))
+    loss = getattr(found, "loss", found) if loss_fn is None else found
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad < torch.is_grad_enabled():
+        raise NotMeasurableError("the step returns no loss with a graph: pass loss_fn(model, batch) that returns one")
     return loss
 
 

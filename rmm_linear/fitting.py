@@ -183,12 +183,12 @@ class Fit:
         """
         if not self.model.training:
             raise ValueError("the model is in eval mode, in which its gradients are exact: call model.train() first")
-        planned = self.model._compiled_call_impl
+        planned = {name: value for name, value in vars(self.model).items() if name == "_compiled_call_impl"}
         remove_checkpointing(self.model)
         try:
             return _measured(self.model, plain_batch(batch), self.chosen, loss_fn, self.executor)
         finally:
-            self.model._compiled_call_impl = planned
+            vars(self.model).update(planned)
 
     def remove(self) -> nn.Module:
         """Let the model run as it was written, and return it."""

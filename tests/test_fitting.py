@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import sys
 
 import pytest
@@ -467,3 +468,20 @@ def test_noise_is_not_measured_in_eval_mode(batch):
     found.model.eval()
     with pytest.raises(ValueError, match="the model is in eval mode"):
         found.measure(batch)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_captured_step_is_not_copied(batch, copied):
+    # a copy of its tensors corrupted the process's memory
+    found = fit(_small_model(), batch, executor="exact")
+    for each in (found, found.step, next(iter(found.step.group.variants())).capture):
+        with pytest.raises(TypeError, match="a captured step can't be copied"):
+            copied(each)
+    assert copied(found.model)
+
+
+def test_a_measurement_after_remove_leaves_no_attribute(batch):
+    found = fit(_small_model(), batch, executor="exact")
+    attributes = vars(found.remove()).keys() - {"_compiled_call_impl"}
+    assert found.measure(batch).step.value == 0
+    assert vars(found.model).keys() == attributes

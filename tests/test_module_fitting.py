@@ -410,6 +410,8 @@ def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
         ({"model": nn.Sequential(_stack(), nn.Linear(5, 5, device="meta"))}, "are on cpu, meta: "),
         ({"model": _stack().requires_grad_(False)}, "nothing that the step returns depends on a parameter"),
         ({"loss_fn": None, "sample": torch.randn(8, WIDTH)}, r"pass loss_fn\(model, batch\)"),
+        ({"loss_fn": lambda model, batch: _loss(model, batch).item()}, "returns no loss with a graph"),
+        ({"loss_fn": lambda model, batch: _loss(model, batch).detach()}, "returns no loss with a graph"),
         ({"allow": ("recompute", "page"), "page_to": "host"}, "executor=None was given"),
         ({"sample": (torch.randn(256, WIDTH), torch.randint(0, 5, (256,)))}, "too few rows"),
     ],

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _quiet():
             text, status = _COMMANDS[options.command].run(options)
         print(text)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"rmm-linear: error: {error}", file=sys.stderr)
         return 2
     return status

@@ -29,15 +29,15 @@ def add_model_options(
 
 
 def check_model_options(options: argparse.Namespace) -> None:
-    """Refuse a missing path, numbers below 1, and a figure that can't be drawn, before a request to the hub."""
+    """Refuse a missing path, numbers out of range, and a figure that can't be drawn, before a request to the hub."""
     name = options.model
     is_path = name.startswith((".", "/", "~")) or name.endswith(("/", ".json")) or name.count("/") > 1
     if is_path and not Path(name).exists():
         raise ValueError(f"there is no file or folder {name!r}")
     for each in ("batch", "seq", "layers"):
         value = getattr(options, each)
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"--{each} {value} is below 1")
+        if isinstance(value, int) and not 1 <= value <= 2**31:
+            raise ValueError(f"--{each} {value} is {'below 1' if value < 1 else 'above 2**31'}")
     if getattr(options, "figure", None):
         _refuse_figure(Path(options.figure))
 

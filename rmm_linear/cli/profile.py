@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     device = "meta" if options.meta else "cpu"
     with hf_models() as models, fused_attention():
         model = build_model(models, options, device=device)
-        batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
         try:
+            batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
             report = profile(model, **batch)
             columns = _compared(model, batch, report, configs)
         except Exception as error:

@@ -102,6 +102,10 @@ class Capture:
     rewritten: Callable[[Bits, float | None], "Capture"] | None
     eager_peak_bytes: int | None = None
 
+    def __reduce__(self) -> str:
+        # a copy of a fake tensor frees the memory of its original once more
+        raise TypeError("a captured step can't be copied or pickled: copy the model, and plan the copy")
+
     @property
     def takes_loss_alone(self) -> bool:
         """Whether a result that requires a gradient has none in the plan, since a scalar is taken for the loss."""

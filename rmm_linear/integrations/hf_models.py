@@ -43,19 +43,19 @@ def build_model(
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         else:
             config = _config(name, changes)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        for stack in _STACKS if layers is not None else ():
+            if hasattr(config, stack):
+                setattr(config, stack, layers)
+        names = [each for each in (getattr(config, "architectures", None) or []) if hasattr(transformers, each)]
+        make = getattr(transformers, names[0])._from_config if names else AutoModel.from_config
+        with torch.device(device):
+            model: nn.Module = make(config, dtype=dtype)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{name!r} is no configuration of a model ({reason}); pass a name on the hub, or a folder with a"
+            f"transformers makes no model of {name!r} ({reason}); pass a name on the hub, or a folder with a"
             " config.json"
         ) from error
-    for stack in _STACKS if layers is not None else ():
-        if hasattr(config, stack):
-            setattr(config, stack, layers)
-    names = [each for each in (getattr(config, "architectures", None) or []) if hasattr(transformers, each)]
-    make = getattr(transformers, names[0])._from_config if names else AutoModel.from_config
-    with torch.device(device):
-        model: nn.Module = make(config, dtype=dtype)
     return model.train()
 
 

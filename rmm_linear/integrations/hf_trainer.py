@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError('RMMCallback needs transformers: pip install "rmm-linear[hf]"') from error
 
@@ -250,15 +250,13 @@ class RMMCallback(TrainerCallback):
         self._stop_measuring()
         if self._loss is not None:
             self._loss.remove()
-        if self.planned is None and self._fit_options is None:
+        if self._options is None and self._fit_options is None:
             return
-        remove_checkpointing(kwargs["model"])
+        if self.planned is not None:
+            remove_checkpointing(kwargs["model"])
         if self.planned is None or (not self.planned.planned_runs and self.planned.reason is None):
-            warnings.warn(
-                "no training step ran by plan: the model's forward method is called in place of the model",
-                UserWarning,
-                stacklevel=2,
-            )
+            why = "the model's forward method is called in place of the model, or the callback was added too late"
+            warnings.warn(f"no training step ran by plan: {why}", UserWarning, stacklevel=2)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the measurements after each training log, by `Trainer.log`, which reaches every reporter."""
@@ -341,12 +339,14 @@ class RMMCallback(TrainerCallback):
             convert_linears(model, **self._convert_kwargs)
         else:
             # as the trainer does when training begins
-            if args.gradient_checkpointing and isinstance(model, PreTrainedModel):
-                model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+            if args.gradient_checkpointing and enable is not None:
+                keywords = dict(args.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
+                choice = {name: keywords.pop(name) for name in ("every_n_layers", "offload") if name in keywords}
+                enable(keywords or None, **choice)
             device = next(model.parameters()).device
             sample = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, self._sample)
-            lowered = torch.bfloat16 if args.bf16 else torch.float16
-            with torch.autocast(device.type, dtype=lowered, enabled=args.bf16 or args.fp16):
+            with torch.autocast(device.type, torch.bfloat16 if args.bf16 else torch.float16, args.bf16 or args.fp16):
                 convert_linears(model, **self._convert_kwargs, sample=sample)
         self._converted = weakref.ref(model)
 

@@ -36,6 +36,7 @@ NOWHERE = ("./gpt2-smal", "~/nowhere-at-all", "models/of/mine", "mine.json")
         ("plan gpt2 --budget much", "budget='much' is no budget"),
         ("plan gpt2 --strategy magic", "strategy='magic' is unknown"),
         ("plan gpt2 --batch 0", "--batch 0 is below 1"),
+        ("plan gpt2 --batch 100000000000000000000", "is above 2**31"),
         ("fit ./none --budget 1GiB", "there is no file or folder"),
         ("fit gpt2 --budget much", "budget='much' is no budget"),
         ("fit gpt2 --budget 1GiB --noise -1", "noise=-1.0 is no share"),
@@ -53,6 +54,35 @@ def test_a_mistake_is_one_line_before_transformers_is_loaded(arguments, message,
     assert message in error
     assert error.count("\n") == 1
     assert "transformers" not in error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 0}, {"vocab_size": "x"}, {"architectures": ["BertTokenizer"]}, {"hidden_act": "x"}],
+    ids=str,
+)
+def test_a_configuration_that_makes_no_model_is_one_line(change, tmp_path, capsys):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, **change}))
+    assert main(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"transformers makes no model of {str(path)!r} (" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("profile gpt2-small --batch 2000000000", "can't be run on random tensors"),
+        ("plan gpt2-small --seq 8 --budget 100% --figure gpt2-small/x.png", "Is a directory"),
+    ],
+)
+def test_memory_and_files_that_are_not_there_are_one_line(arguments, message, folder, capsys):
+    (folder / "gpt2-small" / "x.png").mkdir()
+    assert main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):

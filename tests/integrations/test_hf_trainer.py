@@ -245,3 +245,18 @@ def test_a_sample_leaves_exact_what_frees_nothing(tmp_path):
         warnings.simplefilter("error", UserWarning)
         trainer.train()
     assert trainer.state.log_history[1]["rmm/kept_mib"] < trainer.state.log_history[1]["rmm/exact_mib"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_sample_runs_with_the_checkpoints_of_the_trainer(tmp_path):
+    peft, config = pytest.importorskip("peft"), RMMConfig(ratio=0.25)
+    given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    adapted = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="checkpointed: keeps nothing"):
+        make_trainer(
+            tmp_path, RMMCallback(config=config, target_modules=["lora_A"], sample=collated()), model=adapted, **given
+        )
+    # of two layers one is checkpointed
+    given["gradient_checkpointing_kwargs"]["every_n_layers"] = 2
+    trainer = make_trainer(tmp_path, RMMCallback(config=config, sample=collated()), **given)
+    assert 0 < converted(trainer.model) <= LAYERS / 2

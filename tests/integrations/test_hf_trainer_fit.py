@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 from tiny_trainer import make_data, make_model, make_trainer
 from tiny_transformers import tiny
+from transformers import TrainerCallback
 
 from rmm_linear import RMMCallback, RMMConfig
 from rmm_linear.checkpointing.planned import is_planned
@@ -123,6 +124,18 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert capsys.readouterr().out.count("fit: exact: peak") == 1
     assert not is_planned(trainer.model)
     assert "compute_loss" not in vars(trainer)
+
+
+@pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%"}}], ids=str)
+def test_a_callback_that_is_added_in_training_is_told(tmp_path, options):
+    class Adding(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.add_callback(RMMCallback(**options))
+
+    trainer = make_trainer(tmp_path, Adding(), model=make_model(layers=1))
+    with pytest.warns(UserWarning, match="the callback was added too late"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
