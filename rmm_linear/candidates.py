@@ -209,7 +209,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
     args, kwargs = arguments_of_sample(batch)
     found = model(*args, **kwargs) if loss_fn is None else loss_fn(model, plain_batch(batch))
     loss = getattr(found, "loss", found) if loss_fn is None else found
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.requires_grad < torch.is_grad_enabled():
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
         raise NotMeasurableError("the step returns no loss with a graph: pass loss_fn(model, batch) that returns one")
     return loss
 

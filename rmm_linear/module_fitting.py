@@ -240,7 +240,7 @@ class _Trials:
             # too little memory, or a block that can't run twice
             if not options and not checkpoints and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.notes[f"{_name(options, checkpoints)}: {str(error).partition(chr(10))[0]}"] = None
+            self.notes[f"{_name(options, checkpoints)}: {_first_line(error)}"] = None
             return None
 
     def _run(self) -> None:
@@ -256,7 +256,7 @@ class _Trials:
                 with self.means.installed(candidate.options):
                     return noise_on(self._model, parts, self._loss_fn)
         except torch.OutOfMemoryError as error:
-            raise NotMeasurableError(f"the noise can't be measured: {str(error).partition(chr(10))[0]}") from None
+            raise NotMeasurableError(f"the noise can't be measured: {_first_line(error)}") from None
         raise NotMeasurableError(
             f"the noise can't be measured: in {len(parts)} parts of the sample some linear layers have too few rows to"
             " be sketched; pass a larger batch"
@@ -338,6 +338,10 @@ def _name(options: Mapping[str, Any], checkpoints: int) -> str:
     if checkpoints:
         parts.append(f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}")
     return " + ".join(parts) or "unchanged"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

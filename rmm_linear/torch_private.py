@@ -16,12 +16,11 @@ def _never(*_: Any) -> bool:
 
 
 _FUNCTORCH = getattr(torch._C, "_functorch", None)
-_AUTOGRAD = getattr(torch._C, "_autograd", None)
 _is_wrapped = getattr(_FUNCTORCH, "is_functorch_wrapped_tensor", _never)
 _unwrapped = getattr(_FUNCTORCH, "get_unwrapped", None)
 _is_batched = getattr(_FUNCTORCH, "is_batchedtensor", _never)
 _is_legacy_batched = getattr(_FUNCTORCH, "is_legacy_batchedtensor", _never)
-_top_hooks = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", _never)
+_top_hooks = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", _never)
 
 # checks a condition on the GPU, without a synchronisation
 assert_async: Callable[[Tensor], None] | None = getattr(torch, "_assert_async", None)

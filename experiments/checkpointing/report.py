@@ -390,9 +390,14 @@ def codes_table(folder: Path, names: Sequence[str] = (CODES_ON_GPU, CODES)) -> s
         )
     if CODES in names and (noise := folder / "codes_noise.csv").exists():
         noises = [
-            [row["way"], f"{100 * row['share']:.3f} %", f"{row['relative_variance']:.1e}"] for row in read_rows(noise)
+            [
+                row["way"],
+                f"{100 * row['share']:.3f} ± {100 * row['share_error']:.3f} %",
+                f"{row['relative_variance']:.1e}",
+            ]
+            for row in read_rows(noise)
         ]
-        text = "MiniLM on MRPC: variance that codes add, as a share of the minibatches' own."
+        text = "MiniLM on MRPC: variance that codes add, as a share of the minibatches' own, ± its standard error."
         parts.append(f"{text}\n\n{table(['way', 'share', 'relative variance'], noises)}")
     return "\n\n".join(parts)
 

@@ -103,7 +103,7 @@ class Capture:
     eager_peak_bytes: int | None = None
 
     def __reduce__(self) -> str:
-        # a copy of a fake tensor frees the memory of its original once more
+        # with copies of its fake tensors, the process crashed when both were freed
         raise TypeError("a captured step can't be copied or pickled: copy the model, and plan the copy")
 
     @property

@@ -22,7 +22,6 @@ from rmm_linear.variance.probe import LayerProbe
 
 # Draws of S for the variance of low-bit storage.
 _DRAWS = 2
-_EXACT = RMMConfig(ratio=1.0)
 
 
 def layer_options(
@@ -52,7 +51,7 @@ def _measured(x: Tensor, g: Tensor, configs: Sequence[RMMConfig], index: Tensor 
     The minibatch's variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and for
     a single sequence; it is 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, gives None.
     """
-    noise = gradient_noise(x, g, _EXACT)
+    noise = gradient_noise(x, g, RMMConfig(ratio=1.0))
     options = layer_options(x, g, configs, index=index)
     # an infinity of x in a row where g is zero leaves the gradient finite, but not the variance
     if not all(map(math.isfinite, (noise.gradient_squared, *(option.variance for option in options)))):
