@@ -332,12 +332,12 @@ def fit(
         trials.add_codes()
     if "sketch" in ways and limit >= LEAST_NOISE_OF_SKETCHES:
         for name, options in _SKETCHES.items():
-            trials.add(name, options)
+            if "code" in ways or "bits" not in options:
+                trials.add(name, options)
     # without contents nothing can be measured: any noise will do
     most = math.inf if is_without_contents(model) else limit
-    candidates = trials.candidates
     chosen = choose(
-        candidates,
+        trials.candidates,
         most,
         lambda each: _measured(model, sample, each, loss_fn, executor),
         budget_bytes,
@@ -349,7 +349,7 @@ def fit(
     step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
     bounds, least_time = trials.bounds, trials.least_time
-    return Fit(model, step, chosen, tuple(candidates), plain, budget_bytes, limit, executor, bounds, least_time)
+    return Fit(model, step, chosen, tuple(trials.candidates), plain, budget_bytes, limit, executor, bounds, least_time)
 
 
 class _Trials:

@@ -403,6 +403,11 @@ def test_noise_buys_time_without_a_budget(batch, executor):
     assert fit(_small_model(), batch, executor=executor).chosen.name == "exact"
 
 
+def test_where_sketches_alone_are_allowed_nothing_is_coded(batch):
+    found = fit(_small_model(), batch, noise=100.0, allow="sketch", executor="exact")
+    assert {each.name for each in found.candidates} == {"exact", "sketches"}
+
+
 @pytest.fixture
 def page_time(monkeypatch):
     """Sets the time in which a byte is paged."""
