@@ -178,9 +178,9 @@ class _Called(BaseException):
 def at_call(
     model: nn.Module, batch: Any, loss_fn: Loss | None, run: Callable[[tuple[Any, ...], dict[str, Any]], T]
 ) -> T:
-    """Run a function of the arguments of the model's call for a batch where `loss_fn` calls it, under its autocast.
+    """Return the result of `run`, which gets the arguments of the model's call for a batch.
 
-    `loss_fn` may keep the labels for itself.
+    `run` is called under the autocast in which `loss_fn` calls the model; `loss_fn` may keep the labels for itself.
 
     Raises:
         ValueError: If `loss_fn` does not call the model.
@@ -206,9 +206,12 @@ def at_call(
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
     """Return the loss of a batch: that of `loss_fn`, or the model's result, which is a tensor or has a `.loss`."""
-    args, kwargs = arguments_of_sample(batch)
-    found = model(*args, **kwargs) if loss_fn is None else loss_fn(model, plain_batch(batch))
-    loss = getattr(found, "loss", found) if loss_fn is None else found
+    if loss_fn is None:
+        args, kwargs = arguments_of_sample(batch)
+        found = model(*args, **kwargs)
+        loss = getattr(found, "loss", found)
+    else:
+        loss = loss_fn(model, plain_batch(batch))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
         raise NotMeasurableError("the step returns no loss with a graph: pass loss_fn(model, batch) that returns one")
     return loss

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
@@ -19,7 +18,8 @@ _BESIDE_TENSOR_PARALLEL = (
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRIX, _DEEP = 2, 3
 # modules with weights of two dimensions and more that are no linear layers
-_KNOWN = (nn.Embedding, nn.EmbeddingBag, _ConvNd)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_KNOWN = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)
 
 
 def why_not(module: nn.Module, model: nn.Module | None = None) -> str | None:

@@ -83,3 +83,8 @@ class InfeasibleBudgetError(RMMError, ValueError):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -38,7 +38,7 @@ from rmm_linear.candidates import (
 from rmm_linear.compiler.costs import median_ms
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import convert_linears, revert_linears
-from rmm_linear.errors import NothingToTrainError
+from rmm_linear.errors import NothingToTrainError, first_line
 from rmm_linear.layer import SketchedLayer
 from rmm_linear.memory import profile
 from rmm_linear.memory.peak import measure_peak_bytes
@@ -240,7 +240,7 @@ class _Trials:
             # too little memory, or a block that can't run twice
             if not options and not checkpoints and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.notes[f"{_name(options, checkpoints)}: {_first_line(error)}"] = None
+            self.notes[f"{_name(options, checkpoints)}: {first_line(error)}"] = None
             return None
 
     def _run(self) -> None:
@@ -256,7 +256,7 @@ class _Trials:
                 with self.means.installed(candidate.options):
                     return noise_on(self._model, parts, self._loss_fn)
         except torch.OutOfMemoryError as error:
-            raise NotMeasurableError(f"the noise can't be measured: {_first_line(error)}") from None
+            raise NotMeasurableError(f"the noise can't be measured: {first_line(error)}") from None
         raise NotMeasurableError(
             f"the noise can't be measured: in {len(parts)} parts of the sample some linear layers have too few rows to"
             " be sketched; pass a larger batch"
@@ -338,10 +338,6 @@ def _name(options: Mapping[str, Any], checkpoints: int) -> str:
     if checkpoints:
         parts.append(f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}")
     return " + ".join(parts) or "unchanged"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """The private parts of torch that layers use, in one place; `rmm_linear.compiler.torch_private` has the compiler's.
 
 A part that another version of torch lacks costs the feature that needs it: transforms of torch.func are no longer
-refused by name, or checkpoints and counters of saved bytes around a layer no longer noticed.
+refused by name, or a layer no longer notices that a checkpoint or a counter of saved bytes is around it.
 """
 
 from collections.abc import Callable

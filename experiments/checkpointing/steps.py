@@ -434,7 +434,7 @@ def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
     for way, bits in CODES.items():
         planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
         noise = measure_step_noise(planned, made)
-        # of a quotient of two means, to first order
+        # The standard error of a quotient of two means, to first order; the covariance is left out.
         parts = (noise.step.standard_error / noise.step.value, noise.minibatch.standard_error / noise.minibatch.value)
         row = {"way": way, "batches": _NOISE_BATCHES, "batch": size, "share": noise.noise_ratio}
         row |= {"share_error": noise.noise_ratio * math.hypot(*parts), "relative_variance": noise.relative_variance}

@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from rmm_linear.compiler.exact_program import random_state, set_random_state
-from rmm_linear.errors import DoubleBackwardError
+from rmm_linear.errors import DoubleBackwardError, first_line
 from rmm_linear.memory import SavedTensors
 from rmm_linear.memory.unchanged import buffers_of, changed_buffers, unchanged
 from rmm_linear.paging import Pager, pager_for
@@ -203,7 +203,7 @@ def step_bytes(
     except RuntimeError as error:
         if "leaf Variable that requires grad" not in str(error):
             raise
-        raise ValueError(f"{_WRITES_IN_PLACE} (torch says: {str(error).splitlines()[0]})") from error
+        raise ValueError(f"{_WRITES_IN_PLACE} (torch says: {first_line(error)})") from error
     finally:
         generator.set(before)
     if updated:

@@ -12,6 +12,7 @@ from rmm_linear.cli.fused_attention import fused_attention
 from rmm_linear.cli.models import add_model_options, build_model, check_model_options, hf_models, shapes_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
+from rmm_linear.errors import first_line
 from rmm_linear.memory import MemoryReport, profile
 from rmm_linear.names import aligned, pattern
 from rmm_linear.sketches import STORAGES, available_sketches
@@ -45,16 +46,15 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     device = "meta" if options.meta else "cpu"
     with hf_models() as models, fused_attention():
         model = build_model(models, options, device=device)
+        batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
         try:
-            batch = models.random_batch(model, batch=options.batch, length=options.seq, device=device)
             report = profile(model, **batch)
             columns = _compared(model, batch, report, configs)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             where = "shapes alone" if options.meta else f"random tensors of {options.batch} x {options.seq}"
             hint = "leave --meta out, or try --attention eager" if options.meta else "try other --batch and --seq"
             raise ValueError(
-                f"the {type(model).__name__} can't be run on {where} ({reason}); {hint}, or call"
+                f"the {type(model).__name__} can't be run on {where} ({first_line(error)}); {hint}, or call"
                 " rmm_linear.memory.profile(model, ...) with your own batch"
             ) from error
     if options.json:

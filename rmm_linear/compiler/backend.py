@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.compiler.autocasting import autocast_as, present_autocast
+from rmm_linear.autocasting import autocast_as, present_autocast
 from rmm_linear.compiler.costs import page_cost
 from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of

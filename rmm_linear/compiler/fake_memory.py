@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.autocasting import autocast_as
 from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.workspaces import known_workspace_bytes
 

@@ -17,21 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
+from rmm_linear.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.costs import cost_of, unit_of
 from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
 from rmm_linear.compiler.rewrites.casts import cast_again
 from rmm_linear.compiler.rewrites.step import Step
-from rmm_linear.compiler.torch_private import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    OpOverload,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from rmm_linear.compiler.torch_private import OpOverload, aot
 from rmm_linear.compiler.tracing import Returned, Traced, trace
 from rmm_linear.compiler.workspaces import workspace_bytes
 from rmm_linear.errors import CaptureError, NothingToTrainError
@@ -103,7 +96,7 @@ class Capture:
     eager_peak_bytes: int | None = None
 
     def __reduce__(self) -> str:
-        # with copies of its fake tensors, the process crashed when both were freed
+        # the process crashed after a capture and its copy were freed, with the fake tensors in both
         raise TypeError("a captured step can't be copied or pickled: copy the model, and plan the copy")
 
     @property
@@ -190,14 +183,14 @@ class _Reading:
 
     def capture(self, bits: Bits, sketch: float | None, **functions: Any) -> Capture:
         placeholders = {node.meta["desc"]: node for node in self._joint.graph.nodes if node.op == "placeholder"}
-        count = sum(isinstance(key, PlainAOTInput) for key in placeholders)
-        inputs = tuple(placeholders[PlainAOTInput(place)] for place in range(count))
+        count = sum(isinstance(key, aot.PlainAOTInput) for key in placeholders)
+        inputs = tuple(placeholders[aot.PlainAOTInput(place)] for place in range(count))
         tangents = {
             key.output.idx: node
             for key, node in placeholders.items()
-            if isinstance(key, TangentAOTInput) and isinstance(key.output, PlainAOTOutput)
+            if isinstance(key, aot.TangentAOTInput) and isinstance(key.output, aot.PlainAOTOutput)
         }
-        self._refuse_unknown(placeholders, (PlainAOTInput, TangentAOTInput), "takes")
+        self._refuse_unknown(placeholders, (aot.PlainAOTInput, aot.TangentAOTInput), "takes")
         self._refuse_sparse()
         coding = Coding()
         parameters = [node for node, is_one in zip(inputs, self.are_parameters, strict=True) if is_one]
@@ -209,19 +202,19 @@ class _Reading:
         (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
         self._make_dense(output, placeholders)
         ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
-        self._refuse_unknown(ends, (PlainAOTOutput, GradAOTOutput, InputMutationAOTOutput), "returns")
+        self._refuse_unknown(ends, (aot.PlainAOTOutput, aot.GradAOTOutput, aot.InputMutationAOTOutput), "returns")
         differentiable = self.traced.differentiable
         if not any(differentiable):
             raise NothingToTrainError
-        results = tuple(ends[PlainAOTOutput(place)] for place in range(len(differentiable)))
-        gradients = tuple(ends.get(GradAOTOutput(PlainAOTInput(place))) for place in range(count))
+        results = tuple(ends[aot.PlainAOTOutput(place)] for place in range(len(differentiable)))
+        gradients = tuple(ends.get(aot.GradAOTOutput(aot.PlainAOTInput(place))) for place in range(count))
         updates = tuple(
             (inputs.index(placeholders[key.mutated_input]), node)
             for key, node in ends.items()
-            if isinstance(key, InputMutationAOTOutput)
+            if isinstance(key, aot.InputMutationAOTOutput)
         )
         self._refuse_trained([place for place, _ in updates])
-        if len(tangents) < sum(isinstance(key, TangentAOTInput) for key in placeholders):
+        if len(tangents) < sum(isinstance(key, aot.TangentAOTInput) for key in placeholders):
             raise CaptureError(
                 "the step writes a value that is differentiated into an argument, in place: write into a copy of it"
             )
@@ -284,10 +277,10 @@ class _Reading:
     def _make_dense(self, output: fx.Node, own: Mapping[Any, fx.Node]) -> None:
         """Copy gradients that autograd would copy: in another layout, or not one parameter's alone. Copies count."""
         returned = list(output.args[0])  # type: ignore[arg-type]
-        is_gradient = [isinstance(key, GradAOTOutput) for key in output.meta["desc"]]
+        is_gradient = [isinstance(key, aot.GradAOTOutput) for key in output.meta["desc"]]
         takers = Counter(node for node, is_one in zip(returned, is_gradient, strict=True) if is_one)
         for place, (key, node) in enumerate(zip(output.meta["desc"], returned, strict=True)):
-            if node is None or not isinstance(key, GradAOTOutput):
+            if node is None or not isinstance(key, aot.GradAOTOutput):
                 continue
             gradient, tensor = node.meta["val"], own[key.grad_of].meta["val"]
             is_computed = node.op == "call_function"
@@ -338,7 +331,7 @@ class _Reading:
                 self._storage_of.update(dict.fromkeys(memories_of(node)))
                 continue
             # the backward part begins with the first op of a gradient, or with an op before it that reads a code
-            reads_tangent = any(isinstance(each.meta.get("desc"), TangentAOTInput) for each in node.all_input_nodes)
+            reads_tangent = any(isinstance(each.meta.get("desc"), aot.TangentAOTInput) for each in node.all_input_nodes)
             is_backward = is_backward or "is_backward" in node.meta or reads_tangent
             if node.target is operator.getitem:
                 continue

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rmm_linear.compiler.autocasting import Autocast, autocast_as, present_autocast
+from rmm_linear.autocasting import Autocast, autocast_as, present_autocast
 from rmm_linear.compiler.exact_program import Program, hidden_random_state, set_random_state, sources_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture

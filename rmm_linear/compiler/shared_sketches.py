@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rmm_linear.compiler.torch_private import OpOverload, TangentAOTInput
+from rmm_linear.compiler.torch_private import OpOverload, aot
 
 _DRAW = torch.ops.rmm_linear.draw_seed.default
 _COMPRESS = torch.ops.rmm_linear.compress.default
@@ -30,7 +30,7 @@ def share_sketches(joint: fx.GraphModule, *, keeps_draws: bool) -> bool:
     of_seed: set[fx.Node] = set()
     is_changed = False
     for node in list(joint.graph.nodes):
-        if any(isinstance(source.meta.get("desc"), TangentAOTInput) for source in node.all_input_nodes):
+        if any(isinstance(source.meta.get("desc"), aot.TangentAOTInput) for source in node.all_input_nodes):
             # the backward pass begins
             break
         if not _has_equals(node):

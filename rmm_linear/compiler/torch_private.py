@@ -1,6 +1,6 @@
 """The private parts of torch that the backend uses, in one place: a rename in torch is mended here.
 
-Supported are torch 2.11 and later; `require` says by name which part a version lacks.
+Supported are torch 2.11 and later; the import or `require` says by name which part a version lacks.
 """
 
 import gc
@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._functorch.config
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
@@ -23,13 +22,10 @@ from rmm_linear.errors import CaptureError, MissingCompilerError
 from rmm_linear.torch_private import is_torch_func_active
 
 try:
+    import torch._functorch._aot_autograd.descriptors
+    import torch._functorch.config
     from torch._C import DispatchKey as DispatchKey
     from torch._dynamo import OptimizedModule as OptimizedModule
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput as GradAOTOutput
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOTInput
-    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
-    from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as aot_export_joint_with_descriptors
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -39,6 +35,8 @@ try:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
     AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+    # marks of a joint graph's arguments and results
+    aot = torch._functorch._aot_autograd.descriptors
     aot_options = torch._functorch.config.patch
 except (ImportError, AttributeError) as error:
     raise ImportError(

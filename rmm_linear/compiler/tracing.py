@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear.compiler.autocasting import Autocast, weights_cast_once
+from rmm_linear.autocasting import Autocast, weights_cast_once
 from rmm_linear.compiler.fake_memory import eager_peak
 from rmm_linear.compiler.shared_sketches import share_sketches
 from rmm_linear.compiler.torch_private import (

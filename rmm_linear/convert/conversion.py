@@ -15,6 +15,7 @@ from rmm_linear.adapters import watch_adapted_layers
 from rmm_linear.config import RMMConfig, config_for
 from rmm_linear.convert.matching import ALL_LINEAR, LinearLayer, Selection, linear_layers, other_modules
 from rmm_linear.convertible import has_foreign_forward, is_sharded_class, why_not
+from rmm_linear.errors import first_line
 from rmm_linear.layer import SketchedLayer, convertible_classes, sketched_class
 from rmm_linear.memory import profile
 from rmm_linear.names import listed, pattern
@@ -201,10 +202,9 @@ def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str,
         else:
             report = profile(model, *(sample if isinstance(sample, (tuple, list)) else (sample,)))
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
-            f"the {type(model).__name__} can't be run on sample, a {type(sample).__name__} ({reason}); pass a batch as"
-            " the model takes it: a mapping of keyword arguments, a tuple of arguments, or the only argument"
+            f"the {type(model).__name__} can't be run on sample, a {type(sample).__name__} ({first_line(error)}); pass"
+            " a batch as the model takes it: a mapping of keyword arguments, a tuple of arguments, or the only argument"
         ) from error
     finally:
         for module, training in modes:

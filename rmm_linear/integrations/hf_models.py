@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear.errors import first_line
+
 try:
     import huggingface_hub
     import transformers
@@ -34,7 +36,7 @@ def build_model(
     is the depth of its stacks, encoder and decoder, and `changes` are values of the configuration.
 
     Raises:
-        ValueError: If there is no such configuration, or transformers has no class for it.
+        ValueError: If there is no such configuration, or transformers makes no model of it.
     """
     path = Path(name)
     try:
@@ -51,9 +53,8 @@ def build_model(
         with torch.device(device):
             model: nn.Module = make(config, dtype=dtype)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"transformers makes no model of {name!r} ({reason}); pass a name on the hub, or a folder with a"
+            f"transformers makes no model of {name!r} ({first_line(error)}); pass a name on the hub, or a folder with a"
             " config.json"
         ) from error
     return model.train()
@@ -77,7 +78,8 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
     """Make a batch of sequences of this length, or of images, with labels if the model computes a loss.
 
     Raises:
-        ValueError: If the model takes neither tokens nor images, or the length exceeds the model's positions.
+        ValueError: If the model takes neither tokens nor images, the length exceeds the model's positions, or the
+            batch has more tokens than memory.
     """
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -95,7 +97,10 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
     most = getattr(text, "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < length:
         raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
-    ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
+    try:
+        ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
+    except RuntimeError as error:
+        raise ValueError(f"no memory for {batch} x {length} random tokens ({first_line(error)}); pass fewer") from error
     # no attention mask: without a mask no token is padding, and on the meta device a mask has no values to read
     if type(model).__name__.endswith("TokenClassification"):
         return {main: ids, "labels": ids % config.num_labels}

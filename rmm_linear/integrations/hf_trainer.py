@@ -339,7 +339,8 @@ class RMMCallback(TrainerCallback):
             convert_linears(model, **self._convert_kwargs)
         else:
             # as the trainer does when training begins
-            enable: Any = getattr(model, "gradient_checkpointing_enable", None)
+            former = getattr(model, "gradient_checkpointing_enable", None)
+            enable: Any = getattr(model, "activation_checkpointing_enable", former)
             if args.gradient_checkpointing and enable is not None:
                 keywords = dict(args.gradient_checkpointing_kwargs or {})  # type: ignore[arg-type]
                 choice = {name: keywords.pop(name) for name in ("every_n_layers", "offload") if name in keywords}

@@ -87,7 +87,7 @@ class CheckpointPlan:
     def by_block(self) -> dict[str, "BlockPlan"]:
         """Return the kept and recomputed bytes of each block: blocks by name, in the order in which they first run.
 
-        As many parts of a module's path make a block's name as give at most 40 blocks.
+        A block's name has as many parts of a module's path, up to 8, as give at most 40 blocks; one part at least.
         """
         depth = 1
         while depth < 8 and len({_cut(op.block, depth + 1) for op in self.graph.ops}) <= 40:

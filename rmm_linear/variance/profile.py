@@ -46,11 +46,7 @@ def layer_options(
 
 
 def _measured(x: Tensor, g: Tensor, configs: Sequence[RMMConfig], index: Tensor | None) -> LayerProfile | None:
-    """Measure one layer, without a name, on one batch.
-
-    The minibatch's variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and for
-    a single sequence; it is 0 for a single row. A gradient that is not finite, which a `GradScaler` skips, gives None.
-    """
+    """Measure one layer, without a name, on one batch; None if its gradient is not finite."""
     noise = gradient_noise(x, g, RMMConfig(ratio=1.0))
     options = layer_options(x, g, configs, index=index)
     # an infinity of x in a row where g is zero leaves the gradient finite, but not the variance
@@ -85,7 +81,9 @@ def profile_noise(
     """Measure, on a few batches, the bytes and the variance of each configuration in each sketched layer.
 
     Gradients, buffers and the random state are restored, and all runs draw the same random numbers. Layers that get no
-    gradient are left out.
+    gradient are left out, and so is a batch's gradient that is not finite, which a `GradScaler` skips. The minibatch's
+    variance is taken over the sequences, the first dimension of `x`; over the rows for a matrix and for a single
+    sequence; it is 0 for a single row.
 
     Examples:
         >>> import torch
@@ -109,7 +107,7 @@ def profile_noise(
 
     Raises:
         ValueError: If the model is compiled, not in training mode or has no sketched layer, an argument is empty, two
-            of `configs` are equal, `layers_at_once` is below 1, or no layer got a gradient.
+            of `configs` are equal, `layers_at_once` is below 1, or no layer got a finite gradient.
     """
     if not model.training:
         raise ValueError("the model is in eval mode, in which no layer sketches; call model.train() first")
@@ -138,5 +136,5 @@ def profile_noise(
     finally:
         probe.close()
     if not found:
-        raise ValueError("no layer was measured; run a forward and a backward pass of the model in training mode")
+        raise ValueError("no layer got a finite gradient; run a forward and a backward pass in training mode")
     return NoiseProfile(tuple(map(_mean, found.values())))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.autocasting import autocast_as
 from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.variance.gradient_noise import Measured, _ratio
 

@@ -229,7 +229,7 @@ def test_candidates_without_padding_use_the_models_mask(network):
         ({"configs": CONFIGS[:1] * 2}, "2 configurations, and some are equal; pass each once"),
         ({"layers_at_once": 0}, "layers_at_once=0 is not a positive int"),
         ({"layers_at_once": True}, "layers_at_once=True is not a positive int"),
-        ({"runs": [lambda: None]}, "no layer was measured; run a forward and a backward pass"),
+        ({"runs": [lambda: None]}, "no layer got a finite gradient; run a forward and a backward pass"),
     ],
     ids=["no runs", "no configurations", "one configuration twice", "zero layers", "a bool of layers", "no layer runs"],
 )
@@ -248,5 +248,5 @@ def test_a_batch_that_is_not_finite_where_the_gradient_is_zero_is_left_out(pair,
     wrong = x.clone()
     wrong[300:] = value
     assert profiled_layer((wrong, g), (x, g)) == profiled_layer((x, g))
-    with pytest.raises(ValueError, match="no layer was measured"):
+    with pytest.raises(ValueError, match="no layer got a finite gradient"):
         profiled_layer((wrong, g))

@@ -8,7 +8,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.autocasting import autocast_as
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.compiler.torch_private import fake_tensor

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.rewrites.choice import Choice
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.step import Read, Step, ancestors, node_at, shape_of, size_bytes
-from rmm_linear.compiler.torch_private import GradAOTOutput
+from rmm_linear.compiler.torch_private import aot
 from rmm_linear.config import RMMConfig
 
 aten = torch.ops.aten
@@ -133,7 +133,7 @@ def _weight_gradients(step: Step, parameters: Collection[fx.Node]) -> Iterator[R
     is_own: dict[fx.Node, bool] = {}
     for key, node in zip(output.meta["desc"], output.args[0], strict=True):
         if node is not None:
-            is_own[node] = is_own.get(node, True) and isinstance(key, GradAOTOutput) and key.grad_of in own
+            is_own[node] = is_own.get(node, True) and isinstance(key, aot.GradAOTOutput) and key.grad_of in own
 
     def ends_there(node: fx.Node) -> bool:
         is_known = node.target in _SUMS_AND_COPIES or getattr(node.target, "is_view", False)

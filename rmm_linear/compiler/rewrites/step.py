@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from rmm_linear.compiler.autocasting import autocast_as
+from rmm_linear.autocasting import autocast_as
 from rmm_linear.compiler.costs import tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
