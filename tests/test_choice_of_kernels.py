@@ -49,7 +49,7 @@ def launches(monkeypatch):
 
 
 def on_a_gpu(dtype=torch.float32, index=0):
-    return SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", index), dtype=dtype)
+    return SimpleNamespace(is_cuda=True, is_cpu=False, is_meta=False, device=torch.device("cuda", index), dtype=dtype)
 
 
 def failing(*args):
