@@ -19,7 +19,7 @@ ROOT = SCRIPT.parents[2]
 
 
 def run(*command: str) -> None:
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    paths = [*map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "contracts")), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
