@@ -269,11 +269,10 @@ def _claims(rows: Rows) -> str:
     to_the_byte = sum(row["peak_bytes"] == row["simulated_peak_bytes"] for row in exact)
     same = sum(row["same_gradients"] for row in exact)
     return (
-        f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} budgets that lie'
-        f" evenly, and in {kept} of {len(others)} others; the peaks of the former grow with the"
-        f" budget on {monotone} of {len(models)} models."
-        f' `executor="exact"`: the measured peak is the simulated one to the byte'
-        f" in {to_the_byte} of {len(exact)} plans, and all gradients are those of eager mode bit for bit in {same}."
+        f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} evenly spread budgets'
+        f" and in {kept} of {len(others)} other budgets. With the spread budgets the peak grows on {monotone} of {len(models)}"
+        f' models. `executor="exact"`: the measured peak is the simulated peak to the byte'
+        f" in {to_the_byte} of {len(exact)} plans, and all gradients are the bits of eager mode in {same} plans."
     )
 
 
