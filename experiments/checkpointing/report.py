@@ -269,9 +269,9 @@ def _claims(rows: Rows) -> str:
     to_the_byte = sum(row["peak_bytes"] == row["simulated_peak_bytes"] for row in exact)
     same = sum(row["same_gradients"] for row in exact)
     return (
-        f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} evenly spread budgets'
-        f" and in {kept} of {len(others)} other budgets. With the spread budgets the peak grows on {monotone} of {len(models)}"
-        f' models. `executor="exact"`: the measured peak is the simulated peak to the byte'
+        f'`executor="inductor"`: the measured peak is at most the budget in {within} of {len(spread)} evenly spread'
+        f" budgets and in {kept} of {len(others)} other budgets. With the spread budgets the peak grows on"
+        f' {monotone} of {len(models)} models. `executor="exact"`: the measured peak is the simulated peak to the byte'
         f" in {to_the_byte} of {len(exact)} plans, and all gradients are the bits of eager mode in {same} plans."
     )
 
