@@ -114,10 +114,12 @@ def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullg
     """
     from torch._dynamo.external_utils import wrap_inline
 
-    known = inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {"recompile_limit": _MOST_RECOMPILATIONS, "isolate_recompiles": True}
-    options = {name: value for name, value in options.items() if name in known}
-    return torch.compile(wrap_inline(function), backend=backend, fullgraph=fullgraph, **options)
+    is_known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {"isolate_recompiles": True} if is_known else {}
+    wrapped: Any = wrap_inline(function)
+    # torch 2.11 counts the recompilations of a code object, which all wrapped functions share
+    wrapped.__code__ = wrapped.__code__.replace()
+    return torch.compile(wrapped, backend=backend, fullgraph=fullgraph, **options)
 
 
 def dynamo_options() -> AbstractContextManager[None]:
@@ -137,6 +139,7 @@ def dynamo_options() -> AbstractContextManager[None]:
         "skip_nnmodule_hook_guards": False,
         # a trace in another thread, which torch does not tell from one in this thread, is waited for
         "force_compile_during_fx_trace": True,
+        "recompile_limit": _MOST_RECOMPILATIONS,
         "ignore_logger_methods": ignored,
     }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
