@@ -103,7 +103,8 @@ def assert_unbiased(
         rounding: Relative error that the rounding of the draws' dtype may leave in their mean.
 
     Raises:
-        ValueError: If the draws pass, but are too few or too noisy to show a bias of the size `bias`.
+        ValueError: If the draws pass, but are too few or too noisy to show a bias of the size `bias`, or `rounding` may
+            hide that bias.
     """
     exact = exact.detach().double()
     size = exact.norm()
@@ -129,8 +130,11 @@ def assert_unbiased(
         f"biased: an entry of the mean gradient is off by z = {z:.1f} in {draws} draws; by chance the largest of"
         f" {exact.numel()} would be below {z_bound(exact.numel(), false_alarm):.1f}"
     )
+    limit = (bias / 6) ** 2 - rounding**2
+    if limit <= 0:
+        raise ValueError(f"rounding={rounding} may hide a bias of {bias:.1%}; it has to be below a sixth of the bias")
     standard_error = along.std().item() / draws**0.5
-    _require_power(standard_error, bias / 6, draws, f"a bias of {bias:.1%} at 6 standard errors")
+    _require_power(standard_error, limit**0.5, draws, f"a bias of {bias:.1%} at 6 standard errors")
 
 
 def config_around(sketch: Sketch) -> RMMConfig:
