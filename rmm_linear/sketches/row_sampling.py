@@ -99,9 +99,9 @@ def integer_weights(norms: Tensor) -> Tensor:
     return torch.where(weights.amax() > 0, weights, torch.ones_like(weights))
 
 
-def _nan_if_not_finite(norms: Tensor) -> Tensor:
-    """1, or NaN if a row has a NaN or an infinity: sampling may miss that row, but the exact gradient would be NaN."""
-    return norms.new_ones(()).masked_fill_(norms.isfinite().all().logical_not(), torch.nan)
+def _nan_if_not_finite(y: Tensor) -> Tensor:
+    """1, or NaN if there is a NaN or an infinity: sampling may miss its row, but the exact gradient would be NaN."""
+    return 1 + 0 * y.sum(dtype=accumulate_dtype(y.dtype))
 
 
 def _variance_of_draws(x: Tensor, g: Tensor, weights: Tensor, draws: int) -> Tensor:
@@ -147,7 +147,7 @@ class RowsWithoutReplacement(ObliviousSketch):
         index = backend.random.subset(seed, rows, rank)
         if not gradient:
             return gather_rows(y, index, mean).to(y.dtype)
-        return gather_rows(y, index, mean, rows / max(1, rank))
+        return gather_rows(y, index, mean, rows / max(1, rank) * _nan_if_not_finite(y if mean is None else mean))
 
     def dense(self, x: Tensor, seeds: Tensor) -> Tensor:
         rows, rank = x.shape[0], self.rank(x.shape[0])
@@ -190,7 +190,8 @@ class ColumnRowSampling(Sketch):
 
     def sketch_gradient(self, g: Tensor, saved: SavedSketch, *, mean: Tensor | None = None) -> Tensor:
         _, index, squared = saved.tensors
-        return gather_rows(g, index, mean, squared.to(accumulate_dtype(g.dtype)).unsqueeze(1))
+        factor = _nan_if_not_finite(g if mean is None else mean)
+        return gather_rows(g, index, mean, factor * squared.to(factor.dtype).unsqueeze(1))
 
     @abstractmethod
     def sample(self, norms: Tensor, seeds: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:

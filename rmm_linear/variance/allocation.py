@@ -139,8 +139,8 @@ class Allocation:
 
     Attributes:
         layers: The layers, in the profile's order, each with the chosen `option`.
-        gap: Upper bound of the share of the objective that any other choice could save, in a result of
-            `allocate_ratios`; None in other allocations.
+        gap: Upper bound of the share of the objective that any choice could save which gives layers of a group with the
+            same options one option, in a result of `allocate_ratios`; None in other allocations.
     """
 
     layers: tuple[LayerProfile, ...]

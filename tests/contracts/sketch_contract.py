@@ -103,7 +103,8 @@ def assert_unbiased(
         rounding: Relative error that the rounding of the draws' dtype may leave in their mean.
 
     Raises:
-        ValueError: If the draws pass, but are too few or too noisy to show a bias of the size `bias`.
+        ValueError: If the draws pass, but are too few or too noisy to show a bias of the size `bias`, or `rounding` may
+            hide that bias.
     """
     exact = exact.detach().double()
     size = exact.norm()
@@ -129,8 +130,11 @@ def assert_unbiased(
         f"biased: an entry of the mean gradient is off by z = {z:.1f} in {draws} draws; by chance the largest of"
         f" {exact.numel()} would be below {z_bound(exact.numel(), false_alarm):.1f}"
     )
+    limit = (bias / 6) ** 2 - rounding**2
+    if limit <= 0:
+        raise ValueError(f"rounding={rounding} may hide a bias of {bias:.1%}; it has to be below a sixth of the bias")
     standard_error = along.std().item() / draws**0.5
-    _require_power(standard_error, bias / 6, draws, f"a bias of {bias:.1%} at 6 standard errors")
+    _require_power(standard_error, limit**0.5, draws, f"a bias of {bias:.1%} at 6 standard errors")
 
 
 def config_around(sketch: Sketch) -> RMMConfig:
@@ -395,16 +399,14 @@ class SketchContract:
                     assert error <= 4 * torch.finfo(dtype).eps + 1e-5, f"{where}: relative error {error:.1e}"
 
     def test_non_finite_input_shows_in_the_gradient(self) -> None:
-        """A NaN or an infinity in x must reach the weight gradient, or loss scaling and NaN guards miss it."""
-        if not self.reads_every_row:
-            return
-        for dtype in _DTYPES:
-            for row in (0, 31, 66):
-                for value in (math.nan, math.inf):
-                    x, g = (y.to(dtype) for y in self._pair(67))
-                    x[row, 5] = value
-                    got = self._gradient(self.make(0.1), x, g, 1)
-                    assert not got.isfinite().all(), f"{dtype}: {value} in row {row} does not show in the gradient"
+        """A NaN or an infinity in x or g must reach the weight gradient, or loss scaling and NaN guards miss it."""
+        places = itertools.product(_DTYPES, (0, 31, 66), (math.nan, math.inf), (0, 1) if self.reads_every_row else (1,))
+        for dtype, row, value, which in places:
+            pair = [y.to(dtype) for y in self._pair(67)]
+            pair[which][row, 5] = value
+            got = self._gradient(self.make(0.1), *pair, 1)
+            where = f"row {row} of {'xg'[which]}"
+            assert not got.isfinite().all(), f"{dtype}: {value} in {where} does not show in the gradient"
 
     # What is exact, stays exact.
 

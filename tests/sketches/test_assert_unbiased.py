@@ -25,7 +25,7 @@ def noisy(bias=0.0, dtype=torch.float64, noise=1.0):
 def test_unbiased_draws_pass(dtype):
     """False-alarm rate 3e-6 each."""
     rounding = 1e-3 if dtype == torch.bfloat16 else 1e-6
-    assert assert_unbiased(noisy(dtype=dtype), EXACT, rounding=rounding) is None
+    assert assert_unbiased(noisy(dtype=dtype), EXACT, draws=6000, rounding=rounding) is None
 
 
 @pytest.mark.parametrize("bias", [0.02, -0.02, -1.0, 1.0])
@@ -45,6 +45,11 @@ def test_a_bias_across_the_gradient_is_caught():
     single[3, 4] = 0.15
     with pytest.raises(AssertionError, match="an entry of the mean gradient"):
         assert_unbiased(lambda: draw() + single, EXACT)
+
+
+def test_a_rounding_that_hides_the_bias_is_refused():
+    with pytest.raises(ValueError, match="rounding=0.01 may hide a bias of 1.0%"):
+        assert_unbiased(noisy(0.02), EXACT, bias=0.01, rounding=0.01)
 
 
 @pytest.mark.parametrize("different", [1, 2])
