@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from rmm_linear.byte_sizes import Unit, readable
 from rmm_linear.checkpointing.planned import arguments_of_sample
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.names import aligned
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.plan import CheckpointPlan
+from rmm_linear.tables import aligned
 from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
 
 # The loss of a model for a batch.

@@ -1,7 +1,7 @@
-"""Names of modules and tables for messages; and the output head, which conversions leave exact by default."""
+"""Names of modules for messages; and the output head, which conversions leave exact by default."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -34,19 +34,6 @@ def listed(items: list[str]) -> str:
     """Join items for an error or a warning: a dozen at most, and the number of the rest."""
     more = len(items) - _LISTED
     return "; ".join(items[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def aligned(table: Sequence[tuple[str, ...]], *, numbers: tuple[int, ...] = (), has_rule: bool = True) -> list[str]:
-    """Return a table as one string a row: columns of `numbers` are flush right, and a rule follows the first row."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in [table[0], tuple("-" * width for width in widths), *table[1:]] if has_rule else table:
-        cells = (
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def in_output_head(model: nn.Module) -> set[nn.Module]:

@@ -30,6 +30,7 @@ ALLOWED = {
     "sharing": {"norm_cache"},
     "producers": {"torch_private"},
     "names": set(),
+    "tables": set(),
     "padding": {"rows", "errors", "torch_private"},
     "norm_cache": {"sketches", "config", "padding"},
     "functional": {
@@ -41,20 +42,20 @@ ALLOWED = {
     "convertible": {"layer"},
     "memory": {
         *("adapters", "byte_sizes", "convertible", "names", "producers", "sharing", "functional", "layer", "config"),
-        *("rows", "padding", "errors", "torch_private"),
+        *("rows", "padding", "errors", "tables", "torch_private"),
     },
-    "convert": {"adapters", "convertible", "names", "layer", "config", "memory", "padding", "errors"},
+    "convert": {"adapters", "convertible", "names", "tables", "layer", "config", "memory", "padding", "errors"},
     "variance": {
         *("functional", "names", "producers", "sharing", "sketches", "layer", "convert", "config", "memory", "rows"),
-        *("padding", "ops", "errors", "autocasting"),
+        *("padding", "ops", "errors", "autocasting", "tables"),
     },
     "byte_sizes": set(),
     # plans are made of plain data: no torch
-    "planning": {"byte_sizes", "errors"},
+    "planning": {"byte_sizes", "errors", "tables"},
     "paging": {"errors"},
     "compiler": {"planning", "memory", "config", "paging", "errors", "autocasting", "torch_private"},
     "checkpointing": {"compiler", "planning", "memory", "paging", "errors"},
-    "candidates": {"byte_sizes", "checkpointing", "errors", "names", "ops", "planning", "variance"},
+    "candidates": {"byte_sizes", "checkpointing", "errors", "ops", "planning", "tables", "variance"},
     "module_fitting": {
         *("byte_sizes", "candidates", "compiler", "config", "convert", "errors", "layer", "memory"),
         *("planning", "variance"),

@@ -14,8 +14,9 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.convert import summary
 from rmm_linear.errors import first_line
 from rmm_linear.memory import MemoryReport, profile
-from rmm_linear.names import aligned, pattern
+from rmm_linear.names import pattern
 from rmm_linear.sketches import STORAGES, available_sketches
+from rmm_linear.tables import aligned
 
 HELP = "show the bytes that a model keeps for its backward pass, exact, sketched and checkpointed"
 _RATIOS = (0.5, 0.2, 0.1)

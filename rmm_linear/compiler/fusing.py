@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import networkx as nx
 import torch
+from networkx.algorithms.flow import boykov_kolmogorov
 from torch import Tensor, fx
 
 from rmm_linear.compiler.fake_memory import tensors_of
@@ -158,7 +159,7 @@ class _Fusion:
         if not wanted:
             return set()
         # of equal cuts the cut nearest to the backward pass, which recomputes least
-        _, (_, near) = nx.minimum_cut(network, "inputs", "tangents")
+        _, (_, near) = nx.minimum_cut(network, "inputs", "tangents", flow_func=boykov_kolmogorov)
         return {node for node in seen if (node, "computed") in near}
 
 

@@ -78,14 +78,8 @@ def ends_at_a_break(module: fx.GraphModule) -> bool:
     return getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False)
 
 
-def is_transformed(tensors: Any) -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
-    is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
-    return is_torch_func_active() or (forward_ad._current_level >= 0 and any(is_dual))
-
-
 def is_transforming() -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active in this thread."""
+    """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
     return is_torch_func_active() or forward_ad._current_level >= 0
 
 

@@ -12,7 +12,8 @@ from rmm_linear.convert.conversion import LEFT_EXACT
 from rmm_linear.convert.matching import LinearLayer, linear_layers, other_modules
 from rmm_linear.convertible import why_not
 from rmm_linear.layer import SketchedLayer, features
-from rmm_linear.names import aligned, pattern
+from rmm_linear.names import pattern
+from rmm_linear.tables import aligned
 
 # Rows at which `summary` states a layer's bytes per row: sketches round to whole rows of a block.
 _SUMMARY_ROWS = 4096

@@ -20,7 +20,8 @@ import torch
 
 from rmm_linear.byte_sizes import unit_for
 from rmm_linear.config import RMMConfig, config_for
-from rmm_linear.names import aligned, listed, pattern
+from rmm_linear.names import listed, pattern
+from rmm_linear.tables import aligned
 
 # The names by which a linear layer's product saves its input, by the operation that computes the product.
 INPUT_ROLES = ("mat1", "self", "input")

@@ -12,6 +12,7 @@ from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Simulation, simulate
 from rmm_linear.planning.stored_plans import library_version
 from rmm_linear.planning.timeline import draw
+from rmm_linear.tables import aligned
 
 # ops of this library: sketches, and draws of seeds
 _OURS, _DRAWING = "rmm_linear.", ("rmm_linear.draw_seed", "rmm_linear.unbind_copy")
@@ -202,10 +203,7 @@ class CheckpointPlan:
             rows.append(
                 (name or "(the model)", self._unit.of(block.plain_bytes), self._unit.of(block.kept_bytes), again)
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        for row in rows:
-            cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-            yield "  ".join([row[0].ljust(widths[0]), *cells])
+        yield from aligned(rows, numbers=(1, 2, 3), has_rule=False)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from rmm_linear.variance.allocation import (
     Option,
     allocate_ratios,
 )
-from rmm_linear.variance.bershatsky2022 import PaperQuantities, paper_quantities
 from rmm_linear.variance.gradient_noise import GradientNoise, Measured, gradient_noise, measure_sketch_variance
 from rmm_linear.variance.monitor import NoiseRecord, NoiseSummary, VarianceMonitor
 from rmm_linear.variance.profile import layer_options, profile_noise
@@ -22,7 +21,6 @@ __all__ = [
     "NoiseRecord",
     "NoiseSummary",
     "Option",
-    "PaperQuantities",
     "StepNoise",
     "VarianceMonitor",
     "allocate_ratios",
@@ -30,6 +28,5 @@ __all__ = [
     "layer_options",
     "measure_sketch_variance",
     "measure_step_noise",
-    "paper_quantities",
     "profile_noise",
 ]

@@ -19,7 +19,8 @@ from typing import Literal, get_args
 
 from rmm_linear.config import RMMConfig
 from rmm_linear.convert import describe
-from rmm_linear.names import aligned, listed
+from rmm_linear.names import listed
+from rmm_linear.tables import aligned
 from rmm_linear.variance.gradient_noise import _ratio
 
 Objective = Literal["total", "relative"]

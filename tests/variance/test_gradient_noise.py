@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.sketches import STORAGES
-from rmm_linear.variance import gradient_noise, measure_sketch_variance, paper_quantities
+from rmm_linear.variance import gradient_noise, measure_sketch_variance
 from rmm_linear.variance.gradient_noise import _squared_norm
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
@@ -138,29 +138,3 @@ def test_what_does_not_fit_is_named(change, message):
 def test_too_few_draws_are_refused(pair):
     with pytest.raises(ValueError, match="draws=1 leave no standard error"):
         measure_sketch_variance(*pair, CONFIG, draws=1)
-
-
-def test_the_papers_quantities_are_its_formulas(pair):
-    x, g = pair
-    found = paper_quantities(x, g, rank=20)
-    p, q, c = x.square().sum(), g.square().sum(), (g.t() @ x).square().sum()
-    s = (x.square().sum(1) * g.square().sum(1)).sum()
-    assert found.paper_sketch_variance == pytest.approx(float((p * q - c) / 20))
-    assert found.paper_sgd_variance == pytest.approx(float(66 / 65 * s - c / 65))
-    assert found.paper_ratio == pytest.approx(20 / 65 * found.paper_sketch_variance / found.paper_sgd_variance)
-    assert found.paper_bound == pytest.approx((found.alpha + 1) / found.alpha)
-    # and no sketch's variance: the Gaussian's is larger by twice C / r
-    gaussian = gradient_noise(x, g, RMMConfig(ratio=20 / 66, sketch="gaussian", center=False, min_rows=1))
-    assert gaussian.sketch_variance == pytest.approx(found.paper_sketch_variance + 2 * float(c) / 20)
-    with pytest.raises(ValueError, match="1 rows and rank=3; the paper's quantities need two rows"):
-        paper_quantities(x[:1], g[:1], rank=3)
-
-
-def test_the_papers_bound_does_not_hold():
-    sizes = torch.tensor([1.0, 1.1, 0.9, 1.2, 0.8, 1.0]).unsqueeze(1).double()
-    x, g = torch.ones(6, 4).double() * sizes, torch.ones(6, 3).double() / sizes
-    # all rows have the same product g_i x_i^T, up to a little: SGD has next to no noise
-    x[0, 0] += 1e-4
-    found = paper_quantities(x, g, rank=2)
-    assert found.paper_bound < 2.2
-    assert found.paper_ratio > 100 * found.paper_bound

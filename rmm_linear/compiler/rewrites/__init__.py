@@ -101,7 +101,6 @@ def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:
     # a converted layer draws also where it takes the seed of another one: later draws depend on it
     graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is _DRAW)
     graph.lint()
-    step.joint.recompile()
 
 
 def _keys(x: Tensor, *, count: int) -> tuple[Tensor, ...]:

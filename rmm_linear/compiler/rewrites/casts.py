@@ -33,7 +33,6 @@ def cast_again(step: Step, parameters: Collection[fx.Node]) -> None:
     for reader, source in step.reads:
         if _cast_input(source) in parameters:
             reader.replace_input_with(source, made_again(source, reader))
-    step.joint.recompile()
 
 
 def _cast_input(node: fx.Node) -> fx.Node | None:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.autocasting import autocast_as
-from rmm_linear.compiler.costs import tensors_in
+from rmm_linear.compiler.costs import described, tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 
@@ -112,6 +112,8 @@ class Step:
         The readers are ops that read codes, where noise comes in.
         """
         noisy = set(readers)
+        # ops of alike layers are alike
+        known: dict[str, bool] = {}
         for node in self.number:
             found = noisy.intersection(node.all_input_nodes)
             if found and node.op == "call_function":
@@ -119,8 +121,14 @@ class Step:
                 # a comparison is named, and not the ops that follow
                 if not isinstance(value, Tensor) or _is_number(value):
                     noisy.add(node)
-                if isinstance(node.target, OpOverload) and not self._is_linear(node, node.target, found):
-                    yield node
+                if isinstance(node.target, OpOverload):
+                    read = {each: (each.meta["val"], each in found) for each in node.all_input_nodes}
+                    args = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
+                    key = f"{node.target} {described(args)}"
+                    if key not in known:
+                        known[key] = self._is_linear(node, node.target, found)
+                    if not known[key]:
+                        yield node
 
     def _is_linear(self, node: fx.Node, op: OpOverload, gradients: set[fx.Node]) -> bool:
         """Whether autograd would save none of the gradients, nor a result, for the derivative of an op."""
