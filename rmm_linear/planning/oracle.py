@@ -44,15 +44,13 @@ def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal
     sizes, during = graph.sizes, graph.bytes_while_running
     reads = [_mask(op.reads) for op in graph.ops]
     writes = [_mask(op.writes) for op in graph.ops]
-    outputs, results = _mask(graph.outputs), _mask(graph.results)
-    has_backward = graph.forward_count < len(graph.ops)
+    outputs, results, freed = map(_mask, (graph.outputs, graph.results, tuple(graph.freed)))
     # ops whose first run matters beside their results: a bit each, above the bits of the storages
     has_effect = [op.is_random or not op.is_recomputable for op in graph.ops]
     special = [place for place, op in enumerate(graph.ops) if has_effect[place] or graph.freed & {*op.writes}]
     flag = {position: 1 << (len(sizes) + place) for place, position in enumerate(special)}
     draws = [position for position in special if graph.ops[position].is_random]
     later_random = {position: sum(flag[other] for other in draws if other > position) for position in draws}
-    # results may go once all of them were there
     over = 1 << (len(sizes) + len(special)) if results else 0
     # gradients that have to be in memory still, once they are computed: the bit of the op that writes them, their own
     held_back = [
@@ -70,7 +68,7 @@ def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal
             return True
         if state & flag[position]:
             return op.is_recomputable
-        is_late = has_backward and has_effect[position] and not op.is_backward and state & over
+        is_late = has_effect[position] and not op.is_backward and state & over and graph.forward_count < len(graph.ops)
         return not state & later_random.get(position, 0) and not is_late
 
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
@@ -98,6 +96,8 @@ def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal
         for position, following, bytes_there in steps:
             if bytes_there > budget_bytes:
                 continue
+            # a gradient that has gone stays away, and results may go once all of them were there
+            following &= state | ~freed if state & flag.get(position, 0) else -1
             following |= over if following & results == results else 0
             found = cost + (costs[position] if position >= 0 else 0.0), max(peak, bytes_there)
             if found < best.get(following, (float("inf"), 0)):
