@@ -47,6 +47,10 @@ class ChangingOrder:
             for index in self._touched(op):
                 self.events[index].append(key)
         self.end = self._end()
+        # first computations of ops with effects stay where they are
+        ops = graph.ops[: graph.forward_count]
+        effects = (number for number, op in enumerate(ops) if op.is_random or not op.is_recomputable)
+        self._last_effect = max((self.runs[op][0] for op in effects if self.runs[op]), default=0)
         self.cost = sum(graph.ops[op].cost for op in order)
         self.excess = self._excess(self.during)
         # as long as making this takes
@@ -120,6 +124,13 @@ class ChangingOrder:
         each = self._graph.ops[op]
         is_free = each.is_recomputable and not each.is_random and op not in self._result_writers
         return is_free and self._graph.freed.isdisjoint(each.writes)
+
+    def may_start_at(self, op: int, key: int) -> bool:
+        """Tell whether the first computation of an op may come as early as at a key."""
+        each = self._graph.ops[op]
+        # the forward pass ends after all ops with effects
+        least = self.end if each.is_backward else self._last_effect if op in self._result_writers else 0
+        return each.is_recomputable and not each.is_random and key > least
 
     def repetitions(self) -> Iterator[int]:
         """Yield the keys of computations of ops that were computed before."""

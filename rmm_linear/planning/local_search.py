@@ -299,7 +299,7 @@ class _Place:
         ops, changing, key = self._graph.ops, self._changing, self._key
         made = max((last for i in self._here if (last := changing.last_run(self._graph.writer[i], key))), default=0)
         first = changing.keys[changing.place(made) + 1] if made else changing.keys[0]
-        if first < key and self._may_move(changing.op_at[key], first):
+        if first < key and changing.may_start_at(changing.op_at[key], first):
             yield _Change(0.0, [changing.op_at[key]], first, key)
         not_freed = self._stays | self._here
         for use in sorted(set(self._last_use.values())):
@@ -312,7 +312,7 @@ class _Place:
                 and changing.last_run(self._graph.writer[i], use) == changing.last_run(self._graph.writer[i], key)
                 for i in op.reads
             )
-            if is_ready and self._may_move(changing.op_at[use], key):
+            if is_ready and changing.may_start_at(changing.op_at[use], key):
                 yield _Change(0.0, [changing.op_at[use]], key, use)
 
     def _is_unread(self, writer: int) -> bool:
@@ -322,8 +322,3 @@ class _Place:
             bisect_left(events, self._key) > bisect_right(events, last)
             for events in map(self._changing.events.__getitem__, self._graph.ops[writer].writes)
         )
-
-    def _may_move(self, number: int, key: int) -> bool:
-        """Tell whether an op may run before the computation of an earlier key."""
-        op = self._graph.ops[number]
-        return op.is_recomputable and not op.is_random and (not op.is_backward or key > self._changing.end)

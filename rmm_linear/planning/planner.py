@@ -30,7 +30,7 @@ def plan_graph(graph: Graph, budget: Budget, strategy: str) -> CheckpointPlan:
                 raise InfeasibleBudgetError(text, budget_bytes=budget_bytes, least_bytes=error.least_bytes) from None
         else:
             store_plan(graph, strategy, budget_bytes, planned)
-            if schedule is None or simulate(graph, planned).cost < simulate(graph, schedule).cost:
+            if schedule is None or simulate(graph, planned).cost <= simulate(graph, schedule).cost:
                 schedule = planned
     assert schedule is not None, "it was planned, or refused"
     plan = CheckpointPlan.of(graph, schedule, budget_bytes)

@@ -14,6 +14,7 @@ import importlib.metadata
 import math
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rmm_linear.errors import ScheduleError
@@ -32,8 +33,7 @@ def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedul
     Return the cheapest one that can run and fits, None if there is none; and whether one was made for this very budget.
     """
     folder = _folder()
-    found: list[tuple[float, Schedule]] = []
-    is_planned = False
+    found: list[tuple[float, bool, Schedule]] = []
     # unlike Path.glob, it finds nothing in a folder that can't be read
     names = [] if folder is None else glob.glob(f"{_key(graph, strategy)}-*.json", root_dir=folder)
     for path in sorted(Path(folder or "", name) for name in names):
@@ -41,11 +41,13 @@ def stored_plan(graph: Graph, strategy: str, budget_bytes: int) -> tuple[Schedul
             schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
             taken = simulate(graph, schedule)
             if taken.peak_bytes <= budget_bytes:
-                found.append((taken.cost, schedule))
-                is_planned |= path.name == _name(graph, strategy, budget_bytes)
+                is_other = path.name != _name(graph, strategy, budget_bytes)
+                # what a solver has proved for a smaller budget need not hold for this one
+                found.append((taken.cost, is_other, replace(schedule, proof="") if is_other else schedule))
                 # last: a file may be there to be read alone
                 path.touch()
-    return min(found, key=lambda each: each[0])[1] if found else None, is_planned
+    best = min(found, key=lambda each: each[:2])[2] if found else None
+    return best, not all(is_other for _, is_other, _ in found)
 
 
 def store_plan(graph: Graph, strategy: str, budget_bytes: int, schedule: Schedule) -> None:

@@ -1,10 +1,11 @@
 """The search, and the linear program's bound, beside the best orders there are."""
 
+import contextlib
 import random
 import sys
 
 import pytest
-from strategy_contract import large_graphs, tiny_graphs
+from strategy_contract import effect_beside_the_loss, large_graphs, tiny_graphs
 
 from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.errors import InfeasibleBudgetError
@@ -65,6 +66,15 @@ def test_small_graphs_are_planned_as_well_as_can_be():
     ratios, refused = _ratios(_random_graphs(20), lambda graph, budget: get_strategy("auto").plan(graph, budget).order)
     assert not refused
     assert max(ratios) <= 1 + _ROUNDING
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_forward_pass_ends_after_ops_with_effects(monkeypatch, draws):
+    monkeypatch.setattr(auto, "_FEW", 0)
+    graph = effect_beside_the_loss((4, 8, 2, 1, 1, 1, 2), draws=draws)
+    for budget in range(leanest_order(graph).peak_bytes, _plain_peak(graph)):
+        with contextlib.suppress(InfeasibleBudgetError):
+            assert simulate(graph, get_strategy("auto").plan(graph, budget)).peak_bytes <= budget
 
 
 @pytest.mark.slow

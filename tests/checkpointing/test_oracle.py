@@ -107,3 +107,17 @@ def test_random_ops_draw_in_the_order_of_the_program_and_all_of_them():
 def test_large_graphs_are_refused():
     with pytest.raises(ValueError, match="26 storages"):
         cheapest_order(with_backward(chain([1] * 13)), 100)
+
+
+def test_a_gradient_that_has_gone_does_not_come_back():
+    """An op that writes a gradient may run again for its other result; the gradient's readers come before."""
+    ops = (Op("loss", 1.0, (), (0,)), Op("gradients", 1.0, (0,), (1, 2), is_backward=True))
+    ops += (Op("large", 1.0, (2,), (3,), temporary_bytes=9, is_backward=True),)
+    ops += (Op("last", 1.0, (1, 3), (4,), is_backward=True),)
+    graph = Graph(
+        ops, tuple(Storage(str(i), size) for i, size in enumerate((1, 8, 1, 1, 1))), (4,), (0,), gradients=(1,)
+    )
+    # the gradient is there from its first computation to its last reader
+    plain = peak_and_cost(graph, range(4))[0]
+    assert leanest_order(graph).peak_bytes == plain
+    assert cheapest_order(graph, plain - 1) is None

@@ -1,5 +1,6 @@
 """Plans on disk: found again for the same graph, strategy and budget, and never trusted."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from unittest import mock
@@ -98,6 +99,18 @@ def test_the_plans_read_last_stay(folder, graph, monkeypatch):
     assert stored(graph, "a", 10**9) == schedule
     store_plan(graph, "c", 10**9, schedule)
     assert [stored(graph, strategy, 10**9) is not None for strategy in "abc"] == [True, False, True]
+
+
+def test_a_proof_is_told_for_its_own_budget_alone(folder, graph):
+    plain = Schedule.plain(graph)
+    budget = simulate(graph, plain).peak_bytes
+    proofs = {size: dataclasses.replace(plain, proof=f"proved for {size}") for size in (budget, 2 * budget)}
+    store_plan(graph, "auto", budget, proofs[budget])
+    assert stored_plan(graph, "auto", 2 * budget) == (plain, False)
+    with mock.patch.object(Auto, "plan", return_value=proofs[2 * budget]):
+        assert plan_graph(graph, Budget.of(2 * budget), "auto").schedule == proofs[2 * budget]
+    for size, schedule in proofs.items():
+        assert stored_plan(graph, "auto", size) == (schedule, True)
 
 
 def test_no_plan_is_dearer_than_one_for_a_smaller_budget(folder, monkeypatch):

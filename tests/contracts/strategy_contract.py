@@ -20,14 +20,14 @@ This is the half that needs no torch; that a schedule computes bit-identical gra
 The module needs pytest only to collect the subclasses.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
 from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
 from rmm_linear.errors import InfeasibleBudgetError, ScheduleError
-from rmm_linear.planning.graph import Graph, Storage
+from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import Proposal, Simulation, simulate
@@ -49,6 +49,8 @@ def _tiny_graphs() -> Iterator[tuple[str, Graph]]:
     yield "chain of 5 with effects", _with_effects(with_backward(chain([4, 2, 7, 1, 3])))
     yield "random layers with effects", _with_effects(with_backward(random_layers(6, seed=9)))
     yield "chain of 4 whose gradients go", _with_gradients(with_backward(chain([4, 2, 5, 3])))
+    for sizes in ((8, 4, 2, 2, 4, 2, 1), (4, 8, 2, 1, 1, 1, 2)):
+        yield f"effect beside the loss, {sizes[1]} bytes", effect_beside_the_loss(sizes)
     yield "forward chain", chain([3, 1, 4, 1, 5])
     yield "forward random layers", random_layers(7, seed=5)
 
@@ -102,6 +104,19 @@ def _with_gradients(graph: Graph) -> Graph:
         storages.append(Storage(f"gradient of a parameter of {ops[forward].name}", 3))
     gradients = tuple(range(len(graph.storages), len(storages)))
     return replace(graph, ops=tuple(ops), storages=tuple(storages), gradients=gradients)
+
+
+def effect_beside_the_loss(sizes: Sequence[int], *, draws: bool = False) -> Graph:
+    """Return a graph with a forward op that draws or may run once alone, and on which no result depends.
+
+    The result may go when the forward pass ends.
+    """
+    ops = [Op("first", 1.0, (), (0,)), Op("effect", 1.0, (), (1,), is_recomputable=draws, is_random=draws)]
+    ops += [Op("second", 1.0, (0,), (2,)), Op("loss", 1.0, (2,), (3,))]
+    reads = ((1, 3), (2, 4), (0, 5))
+    ops += [Op(f"backward {place}", 1.0, each, (4 + place,), is_backward=True) for place, each in enumerate(reads)]
+    storages = tuple(Storage(str(place), size) for place, size in enumerate(sizes))
+    return Graph(tuple(ops), storages, (6,), (3,))
 
 
 class StrategyContract:

@@ -65,8 +65,8 @@ class NodeGraph:
 
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node has the size of its storages that others read. Storages that must not be
-        computed twice cost no time again. Random ops keep their order, and come before the last result. Without a
-        backward pass, each op is a node of its own, all of which a backward pass might read.
+        computed twice cost no time again. Random ops keep their order, and no op with an effect comes after the last
+        result. Without a backward pass, each op is a node of its own, all of which a backward pass might read.
         """
         count = graph.forward_count
         has_backward = count < len(graph.ops)
@@ -93,7 +93,8 @@ class NodeGraph:
         draws = [position for position in range(count) if graph.ops[position].is_random]
         ordered = set(pairwise(draws))
         last_result = max((graph.writer[index] for index in graph.results), default=0)
-        ordered |= {(position, last_result) for position in [d for d in draws if d < last_result][-1:]}
+        has_effect = (op.is_random or not op.is_recomputable for op in graph.ops[:last_result])
+        ordered |= {(position, last_result) for position, has_one in enumerate(has_effect) if has_one}
         return cls(
             costs=tuple(sum(graph.ops[op].cost for op in group if graph.ops[op].is_recomputable) for group in members),
             sizes=tuple(

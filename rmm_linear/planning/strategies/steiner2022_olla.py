@@ -91,7 +91,7 @@ def _edges(graph: Graph) -> list[list[int]]:
     for number, op in enumerate(graph.ops):
         if op.is_backward:
             edges[number] += [writer for writer in results if writer < number]
-        elif op.is_random and results and number < max(results):
+        elif (op.is_random or not op.is_recomputable) and results and number < max(results):
             edges[max(results)].append(number)
     return [sorted(set(each)) for each in edges]
 
