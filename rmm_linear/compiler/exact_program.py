@@ -184,7 +184,8 @@ class _Writer:
                 del self._live[step.target]
                 continue
             self._step(step)
-        parts.append(self._hand_over(ready))
+        # without an op in the backward part, gradients are still to be handed over
+        parts.append(self._hand_over([*ready, *(index for left in waiting.values() for index in left)]))
         return parts
 
     def _hand_over(self, storages: Sequence[int | None]) -> Part:

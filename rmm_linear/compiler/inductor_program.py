@@ -119,6 +119,7 @@ def compiled_program(
     cut = end_of_forward(capture.graph, schedule.order) + 1
     are_loops = [not is_product(node) for node in capture.nodes]
     windows = windows_of(capture.graph, schedule, cut, limit_bytes, are_loops, expects_fusion=expects_fusion)
+    windows.append(windows[-1] + 1)  # of gradients that are views, and follow all ops
     joint = _decomposed(_in_order(capture, schedule, cut))
     for node in joint.graph.nodes:
         if node.op == "call_function":
@@ -274,6 +275,7 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
                 value(user)
         if step == cut - 1:
             ends = [value(end) for end in (*capture.results, *(end for _, end in capture.updates))]
+    step = max(step, cut)
     ends += [value(end) for end in capture.gradients if end is not None]
     graph.output(tuple(ends))
     return fx.GraphModule(capture.module, graph)
@@ -319,9 +321,7 @@ def _realize(joint: fx.GraphModule) -> None:
 
 def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> Program:
     """Cut a graph where the forward pass ends, and compile both halves unless `is_compiled` is false."""
-    originals, placeholders = (
-        [node for node in graph.nodes if node.op == "placeholder"] for graph in (capture.module.graph, joint.graph)
-    )
+    originals, placeholders = (graph.find_nodes(op="placeholder") for graph in (capture.module.graph, joint.graph))
     copy_of = dict(zip(originals, placeholders, strict=True))
     inputs = [copy_of[node] for node in capture.inputs]
     tangents = {place: copy_of[node] for place, node in enumerate(capture.tangents) if node is not None}

@@ -130,6 +130,12 @@ def read_joint_graph(
     """
     options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
     traced = trace(module, arguments, **options)
+    requested = [tensor.requires_grad for tensor in traced.inputs]
+    if traced.differentiable != traced.has_gradient and _have_gradients(traced) != requested:
+        whole = trace(module, arguments, **options | {"loss_alone": False})
+        # a scalar that trains fewer parameters than all results is no loss: a VAE's divergence, a penalty
+        if _have_gradients(whole) != _have_gradients(traced):
+            traced, options["loss_alone"] = whole, False
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
     # fake inputs: the capture must not keep parameters alive that the model no longer has
@@ -494,6 +500,11 @@ def _row_bytes(node: fx.Node) -> int:
         return 0
     tensor = tensors_of(node)[0]
     return 3 * 4 * (tensor.numel() // max(1, tensor.shape[-1] if tensor.dim() else 1))
+
+
+def _have_gradients(traced: Traced) -> list[bool]:
+    returned: Any = traced.joint.graph.output_node().args[0]
+    return [node is not None for node in returned[-len(traced.inputs) :]]
 
 
 def _fingerprint(joint: fx.GraphModule) -> str:

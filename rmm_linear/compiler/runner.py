@@ -333,26 +333,14 @@ class _Again:
                 "a gradient arrived at a result beside the loss of a planned step, and plans for gradients of all"
                 " results draw other random numbers; later steps are planned so: run this step again"
             )
-        results = {
-            leaf.index: value for leaf, value in zip(capture.returned, values, strict=True) if leaf.kind == "result"
-        }
+        returned = zip(capture.returned, values, strict=True)
+        results = {leaf.index: value for leaf, value in returned if leaf.kind == "result"}
         arrived = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
         wanted = [place for place, tensor in enumerate(inputs) if tensor.requires_grad]
-        found = torch.autograd.grad(
-            [results[place] for place in arrived],
-            [inputs[place] for place in wanted],
-            list(arrived.values()),
-            allow_unused=True,
-        )
-        gradients: list[Tensor | None] = [None] * len(inputs)
-        for place, gradient in zip(wanted, found, strict=True):
-            gradients[place] = gradient
-            if gradient is not None and capture.gradients[place] is None:
-                raise RuntimeError(
-                    f"a gradient arrived at a result beside the loss of a planned step, and {capture.names[place]} has"
-                    " a gradient through it alone; later steps are planned for it: run this step again"
-                )
-        return gradients
+        given, own = [results[place] for place in arrived], [inputs[place] for place in wanted]
+        found = torch.autograd.grad(given, own, list(arrived.values()), allow_unused=True)
+        gradients = dict(zip(wanted, found, strict=True))
+        return [gradients.get(place) for place in range(len(inputs))]
 
 
 def _fresh(tensor: Tensor) -> Tensor:

@@ -141,17 +141,18 @@ def dynamo_options() -> AbstractContextManager[None]:
 
 
 def hindrance() -> str | None:
-    """Tell why torch.compile would trace nothing at present; None if it traces."""
+    """Tell why torch.compile would trace nothing at present, or not all of a step; None if it traces."""
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-    mode = _get_current_dispatch_mode()
-    if mode is not None:
+    if (mode := _get_current_dispatch_mode()) is not None:
         return f"{type(mode).__name__}, a TorchDispatchMode, is active, under which torch.compile traces nothing"
     if getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default") == "force_eager":
         return 'torch.compile is switched off (by torch.compiler.set_stance("force_eager"))'
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off (by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE)"
+    if require(torch.nn.modules.module, "_has_any_global_hook")():
+        return "hooks of all modules are registered (register_module_forward_hook), which torch.compile does not notice"
     return None
 
 

@@ -539,6 +539,29 @@ def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
     assert_same_gradients(model, reference)
 
 
+class Autoencoder(nn.Module):
+    """The loss, of both results, is computed outside, and the scalar trains the encoder alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(16, 8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+
+    def forward(self, x):
+        code = self.encoder(x)
+        return self.decoder(code), code.square().mean()
+
+
+def test_a_scalar_that_trains_fewer_parameters_than_all_results_is_not_taken_for_the_loss():
+    model = Autoencoder()
+    reference = copy.deepcopy(model)
+    checkpoint_model(model, X, budget="100%")
+    for each in (model, reference):
+        out, divergence = each(X)
+        (F.mse_loss(out, X) + divergence).backward()
+    assert_same_gradients(model, reference)
+    assert runs(model) == 1
+
+
 def test_a_given_schedule_is_for_the_gradient_of_the_loss_alone():
     model = Net()
     graph = capture(model, IMAGES).graph

@@ -314,3 +314,12 @@ def test_a_step_beyond_the_limit_of_recompilations_runs_as_written_with_one_warn
     told = [str(each.message) for each in caught if "Named" in str(each.message)]
     assert len(told) == 1
     assert "recompile" in told[0]
+
+
+@pytest.mark.parametrize("executor", ["exact", "inductor"])
+def test_a_gradient_without_an_op_of_its_own_arrives(executor):
+    weight = nn.Parameter(torch.ones(1))
+    options = {"budget": "100%", "executor": executor}
+    step = torch.compile(lambda: weight.sum(), backend="rmm_linear", options=options)
+    step().backward()
+    assert torch.equal(weight.grad, torch.ones(1))

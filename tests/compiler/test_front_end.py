@@ -246,3 +246,19 @@ def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warnin
         planned(make())
     with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="torch.compile is switched off"):
         planned(make())
+
+
+def test_hooks_of_all_modules_that_are_registered_later_run_with_one_warning():
+    plain, model, calls = make(), planned(make()), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, x, y: calls.append(module) or 2 * y)
+    try:
+        expected = step(plain)
+        with pytest.warns(UserWarning, match="hooks of all modules are registered"):
+            assert_same(step(model), expected)
+        with pytest.raises(CaptureError, match="hooks of all modules"):
+            planned(make())
+    finally:
+        handle.remove()
+    assert calls == [plain.layer, plain, model.layer, model]
+    assert_same(step(model), step(plain))
+    assert planned_runs(model) == 1
