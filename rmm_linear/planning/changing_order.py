@@ -8,7 +8,7 @@ are far enough apart for many others to come between two.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.graph import Graph, Op
 from rmm_linear.planning.simulate import bytes_of_order
 
 # Between two keys, at the beginning.
@@ -37,6 +37,7 @@ class ChangingOrder:
         self._graph, self._budget_bytes = graph, budget_bytes
         self._outputs = frozenset(graph.outputs)
         self._result_writers = {graph.writer[index] for index in graph.results}
+        self._touched = [self._touched_by(op) for op in graph.ops]
         self.keys = [place * _GAP for place in range(1, len(order) + 2)]
         self.op_at = dict(zip(self.keys, (*order, _NOTHING), strict=True))
         self.during = [*bytes_of_order(graph, order), sum(graph.sizes[index] for index in self._outputs)]
@@ -44,7 +45,7 @@ class ChangingOrder:
         self.events: list[list[int]] = [[] for _ in graph.storages]
         for key, op in zip(self.keys, order, strict=False):
             self.runs[op].append(key)
-            for index in self._touched(op):
+            for index in self._touched[op]:
                 self.events[index].append(key)
         self.end = self._end()
         # first computations of ops with effects stay where they are
@@ -151,9 +152,8 @@ class ChangingOrder:
                 return True
         return index in self._outputs
 
-    def _touched(self, op: int) -> dict[int, None]:
+    def _touched_by(self, each: Op) -> dict[int, None]:
         """The storages whose time in memory depends on when an op runs."""
-        each = self._graph.ops[op]
         held = (index for index in each.holds_back if index in self._graph.freed)
         return dict.fromkeys((*each.reads, *each.writes, *held))
 
@@ -184,10 +184,10 @@ class ChangingOrder:
         return {runs[0] - 1: runs[-1]} if len(runs) > 1 and self._graph.ops[op].state_bytes else {}
 
     def _change(self, op: int, key: int, *, is_there: bool) -> None:
-        touched = self._touched(op)
+        touched = self._touched[op]
         moves_end = op in self._result_writers and key <= min(self.runs[op], default=key)
         if moves_end:
-            touched |= dict.fromkeys(self._graph.results)
+            touched = touched | dict.fromkeys(self._graph.results)
         before = [self._spans(index) for index in touched]
         before_state = self._state_span(op)
         place = self.place(key)
@@ -204,14 +204,14 @@ class ChangingOrder:
             self.excess += self._excess(self.during[place : place + 1])
             self.op_at[key] = op
             insort(self.runs[op], key)
-            for index in self._touched(op):
+            for index in self._touched[op]:
                 insort(self.events[index], key)
             self.cost += self._graph.ops[op].cost
         else:
             self.excess -= self._excess(self.during[place : place + 1])
             del self.keys[place], self.during[place], self.op_at[key]
             self.runs[op].remove(key)
-            for index in self._touched(op):
+            for index in self._touched[op]:
                 self.events[index].remove(key)
             self.cost -= self._graph.ops[op].cost
         if moves_end:
