@@ -183,12 +183,14 @@ class Fit:
         """
         if not self.model.training:
             raise ValueError("the model is in eval mode, in which its gradients are exact: call model.train() first")
-        planned = {name: value for name, value in vars(self.model).items() if name == "_compiled_call_impl"}
+        compiled = {module: module._compiled_call_impl for module in self.model.modules()}
         remove_checkpointing(self.model)
         try:
             return _measured(self.model, plain_batch(batch), self.chosen, loss_fn, self.executor)
         finally:
-            vars(self.model).update(planned)
+            for module, call in compiled.items():
+                if call is not None:
+                    module._compiled_call_impl = call
 
     def remove(self) -> nn.Module:
         """Let the model run as it was written, and return it."""

@@ -490,3 +490,13 @@ def test_a_measurement_after_remove_leaves_no_attribute(batch):
     attributes = vars(found.remove()).keys() - {"_compiled_call_impl"}
     assert found.measure(batch).step.value == 0
     assert vars(found.model).keys() == attributes
+
+
+def test_a_measurement_after_remove_leaves_plans_of_blocks(batch):
+    model = _model(blocks=2)
+    found = fit(model, batch, executor="exact")
+    found.remove()
+    checkpoint_model(model.blocks[0], torch.randn(ROWS, WIDTH), budget="100%")
+    found.measure(batch)
+    assert is_planned(model.blocks[0])
+    assert not any(map(is_planned, (model.blocks[1], model.head)))

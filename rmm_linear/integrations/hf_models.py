@@ -79,33 +79,40 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
 
     Raises:
         ValueError: If the model takes neither tokens nor images, the length exceeds the model's positions, or the
-            batch has more tokens than memory.
+            batch has more numbers than memory.
     """
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     main = getattr(model, "main_input_name", "input_ids")
-    if main == "pixel_values":
-        size = config.image_size
+    is_of_images = main == "pixel_values"
+    if is_of_images:
+        # convolutional networks take any size, and name none
+        size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else tuple(size)
-        values = {main: torch.randn(batch, getattr(config, "num_channels", 3), height, width, device=device)}
-        return values | _labels(model, torch.zeros(batch, dtype=torch.long, device=device))
-    if main != "input_ids":
+        shape: tuple[int, ...] = (batch, getattr(config, "num_channels", 3), height, width)
+    elif main == "input_ids":
+        most = getattr(text, "max_position_embeddings", None)
+        if isinstance(most, int) and 0 < most < length:
+            raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
+        shape = batch, length
+    else:
         raise ValueError(
             f"the {type(model).__name__} takes {main!r}; only models of tokens and of images have random batches,"
             " call rmm_linear.memory.profile(model, ...) with a batch of your own"
         )
-    most = getattr(text, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < length:
-        raise ValueError(f"length={length} is more than the model's {most} positions; pass fewer")
     try:
-        ids = torch.randint(0, text.vocab_size, (batch, length), device=device)
+        if is_of_images:
+            values = torch.randn(shape, device=device)
+        else:
+            values = torch.randint(0, text.vocab_size, shape, device=device)
     except RuntimeError as error:
-        raise ValueError(f"no memory for {batch} x {length} random tokens ({first_line(error)}); pass fewer") from error
+        numbers = " x ".join(map(str, shape))
+        raise ValueError(f"no memory for {numbers} random numbers ({first_line(error)}); pass fewer") from error
     # no attention mask: without a mask no token is padding, and on the meta device a mask has no values to read
     if type(model).__name__.endswith("TokenClassification"):
-        return {main: ids, "labels": ids % config.num_labels}
-    of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
-    return {main: ids} | _labels(model, ids if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
+        return {main: values, "labels": values % config.num_labels}
+    of_tokens = not is_of_images and not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
+    return {main: values} | _labels(model, values if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
 
 
 def _labels(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:

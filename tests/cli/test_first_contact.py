@@ -93,6 +93,20 @@ def test_memory_and_files_that_are_not_there_are_one_line(arguments, message, fo
     assert error.count("\n") == 1
 
 
+def test_a_model_of_images_may_name_no_size_of_them(tmp_path, capsys):
+    path = tmp_path / "model.json"
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
+    path.write_text(
+        json.dumps(
+            {"model_type": "resnet", "architectures": ["ResNetForImageClassification"], "layer_type": "basic", **sizes}
+        )
+    )
+    assert main(["profile", str(path), "--batch", "1"]) == 0
+    assert "pixel_values (1, 3, 224, 224)" in capsys.readouterr().out
+    assert main(["profile", str(path), "--batch", "2000000000"]) == 2
+    assert "no memory for 2000000000 x 3 x 224 x 224 random numbers" in capsys.readouterr().err
+
+
 def test_a_hub_that_cannot_be_reached_is_told_soon(folder, monkeypatch, capsys):
     asked = []
 
