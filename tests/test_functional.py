@@ -283,3 +283,11 @@ def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) 
         output.square().sum().backward()
         found.append((output, x.grad))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["crs", "wta_crs", "rows_without_replacement"])
+def test_gradients_whose_sum_overflows_are_finite(name):
+    weight = torch.zeros(4, 4, requires_grad=True)
+    config = RMMConfig(sketch=name, ratio=0.5, center=False, min_rows=1)
+    linear(torch.full((4, 4), 1e-3), weight, config=config).backward(torch.full((4, 4), 1e38))
+    torch.testing.assert_close(weight.grad, torch.full((4, 4), 4e35))

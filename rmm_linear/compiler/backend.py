@@ -27,7 +27,7 @@ from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
 from rmm_linear.compiler.runner import Runner
-from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transforming
+from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transformed
 from rmm_linear.compiler.tracing import Checkpointing, eager_peak_of, inline_checkpoints
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError, NothingToTrainError, ScheduleError
 from rmm_linear.planning.budget import Budget
@@ -298,7 +298,7 @@ class PlannedGraph:
         is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if self._group.capture_only and not is_trained:
             raise NothingToTrainError
-        if not is_trained or is_transforming():
+        if not is_trained or is_transformed(tensors):
             return self._module(*arguments)
         parameter = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), None)
         if parameter is not None:
@@ -424,7 +424,8 @@ class PlannedGraph:
             self._group.on_failure(error)
             return None
         if self._group.capture_only:
-            capture = replace(capture, eager_peak_bytes=eager_peak_of(self._module, arguments))
+            eager_bytes = eager_peak_of(self._module, arguments, loss_alone=capture.takes_loss_alone)
+            capture = replace(capture, eager_peak_bytes=eager_bytes)
         else:
             capture = replace(capture, rewritten=None)
             self._warn_of_names(capture)

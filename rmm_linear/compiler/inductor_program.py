@@ -119,7 +119,8 @@ def compiled_program(
     cut = end_of_forward(capture.graph, schedule.order) + 1
     are_loops = [not is_product(node) for node in capture.nodes]
     windows = windows_of(capture.graph, schedule, cut, limit_bytes, are_loops, expects_fusion=expects_fusion)
-    windows.append(windows[-1] + 1)  # of gradients that are views, and follow all ops
+    # without ops in the backward pass, gradients that are views of the results' gradients still follow the forward pass
+    windows.append(windows[-1] + 1)
     joint = _decomposed(_in_order(capture, schedule, cut))
     for node in joint.graph.nodes:
         if node.op == "call_function":

@@ -130,11 +130,11 @@ def read_joint_graph(
     """
     options: dict[str, Any] = {"loss_alone": loss_alone, "draws_by_seeds": for_inductor}
     traced = trace(module, arguments, **options)
-    requested = [tensor.requires_grad for tensor in traced.inputs]
-    if traced.differentiable != traced.has_gradient and _have_gradients(traced) != requested:
+    trained = sum(tensor.requires_grad for tensor in traced.inputs)
+    if traced.differentiable != traced.has_gradient and len(_inputs_with_gradients(traced)) < trained:
         whole = trace(module, arguments, **options | {"loss_alone": False})
-        # a scalar that trains fewer parameters than all results is no loss: a VAE's divergence, a penalty
-        if _have_gradients(whole) != _have_gradients(traced):
+        # a scalar that trains fewer tensors than all results is no loss, such as a VAE's divergence
+        if _inputs_with_gradients(whole) != _inputs_with_gradients(traced):
             traced, options["loss_alone"] = whole, False
     kinds = {tensor.device.type for tensor in traced.inputs}
     forward_autocast = present_autocast(kinds)
@@ -502,9 +502,10 @@ def _row_bytes(node: fx.Node) -> int:
     return 3 * 4 * (tensor.numel() // max(1, tensor.shape[-1] if tensor.dim() else 1))
 
 
-def _have_gradients(traced: Traced) -> list[bool]:
-    returned: Any = traced.joint.graph.output_node().args[0]
-    return [node is not None for node in returned[-len(traced.inputs) :]]
+def _inputs_with_gradients(traced: Traced) -> set[Any]:
+    output = traced.joint.graph.output_node()
+    ends = zip(output.meta["desc"], output.args[0], strict=True)  # type: ignore[arg-type]
+    return {key.grad_of for key, node in ends if isinstance(key, aot.GradAOTOutput) and node is not None}
 
 
 def _fingerprint(joint: fx.GraphModule) -> str:

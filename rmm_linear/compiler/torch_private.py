@@ -78,8 +78,14 @@ def ends_at_a_break(module: fx.GraphModule) -> bool:
     return getattr(getattr(module, "compile_subgraph_reason", None), "graph_break", False)
 
 
+def is_transformed(tensors: Any) -> bool:
+    """Tell whether torch.func, or forward-mode differentiation of one of some tensors, is active."""
+    is_dual = (forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return is_torch_func_active() or (forward_ad._current_level >= 0 and any(is_dual))
+
+
 def is_transforming() -> bool:
-    """Tell whether torch.func or forward-mode differentiation is active, which a planned program knows nothing of."""
+    """Tell whether torch.func is active in this thread, or forward-mode differentiation in any thread."""
     return is_torch_func_active() or forward_ad._current_level >= 0
 
 
@@ -101,7 +107,7 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
-    """Compile a function with a frame of its own, and with recompilations that count for it alone.
+    """Compile a function with a frame of its own, whose recompilations count for it alone.
 
     The function may be a module's `_call_impl`, which torch.compile by itself skips for torch's own modules. With
     `fullgraph` a graph break is an error.
@@ -133,7 +139,7 @@ def dynamo_options() -> AbstractContextManager[None]:
         "skip_nnmodule_hook_guards": False,
         # a trace in another thread, which torch does not tell from one in this thread, is waited for
         "force_compile_during_fx_trace": True,
-        "recompile_limit": _MOST_RECOMPILATIONS,
+        "recompile_limit": max(_MOST_RECOMPILATIONS, torch._dynamo.config.recompile_limit),
         "ignore_logger_methods": ignored,
     }
     options = {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
@@ -141,7 +147,7 @@ def dynamo_options() -> AbstractContextManager[None]:
 
 
 def hindrance() -> str | None:
-    """Tell why torch.compile would trace nothing at present, or not all of a step; None if it traces."""
+    """Tell why torch.compile would trace nothing at present, or leave hooks out; None if it traces a whole step."""
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -152,7 +158,7 @@ def hindrance() -> str | None:
     if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "torch.compile is switched off (by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE)"
     if require(torch.nn.modules.module, "_has_any_global_hook")():
-        return "hooks of all modules are registered (register_module_forward_hook), which torch.compile does not notice"
+        return "hooks of all modules are registered (as by register_module_forward_hook), which plans do not notice"
     return None
 
 

@@ -154,9 +154,9 @@ def inline_checkpoints(module: fx.GraphModule) -> int:
     return found
 
 
-def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any]) -> int | None:
+def eager_peak_of(module: fx.GraphModule, arguments: Sequence[Any], *, loss_alone: bool) -> int | None:
     """Tell the most bytes that a graph has in memory at any time in eager mode; None if that can't be found out."""
-    function = _Function(module, arguments, loss_alone=True)
+    function = _Function(module, arguments, loss_alone=loss_alone)
     function.interpreter = Checkpointing
 
     def run() -> list[Tensor]:

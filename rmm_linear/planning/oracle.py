@@ -40,7 +40,9 @@ def leanest_order(graph: Graph) -> Proposal:
 def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal | None:
     """Dijkstra from nothing in memory to all outputs in memory; distances are (cost, peak)."""
     if len(graph.storages) > _MOST_STORAGES:
-        raise ValueError(f"{len(graph.storages)} storages: all orders are looked at up to {_MOST_STORAGES} only")
+        raise ValueError(
+            f"the graph has {len(graph.storages)} storages, and all orders are looked at up to {_MOST_STORAGES} only"
+        )
     sizes, during = graph.sizes, graph.bytes_while_running
     reads = [_mask(op.reads) for op in graph.ops]
     writes = [_mask(op.writes) for op in graph.ops]
@@ -51,6 +53,7 @@ def _search(graph: Graph, budget_bytes: int, costs: Sequence[float]) -> Proposal
     flag = {position: 1 << (len(sizes) + place) for place, position in enumerate(special)}
     draws = [position for position in special if graph.ops[position].is_random]
     later_random = {position: sum(flag[other] for other in draws if other > position) for position in draws}
+    # the bit that says that all results were there: the forward pass is over
     over = 1 << (len(sizes) + len(special)) if results else 0
     # gradients that have to be in memory still, once they are computed: the bit of the op that writes them, their own
     held_back = [

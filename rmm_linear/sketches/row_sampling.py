@@ -101,7 +101,12 @@ def integer_weights(norms: Tensor) -> Tensor:
 
 def _nan_if_not_finite(y: Tensor) -> Tensor:
     """1, or NaN if there is a NaN or an infinity: sampling may miss its row, but the exact gradient would be NaN."""
-    return 1 + 0 * y.sum(dtype=accumulate_dtype(y.dtype))
+    dtype = accumulate_dtype(y.dtype)
+    if not y.numel():
+        return y.new_ones((), dtype=dtype)
+    low, high = y.aminmax()
+    # a float: compilers take the product with an integer 0 for 0
+    return 1 + 0.0 * low.to(dtype) + 0.0 * high.to(dtype)
 
 
 def _variance_of_draws(x: Tensor, g: Tensor, weights: Tensor, draws: int) -> Tensor:

@@ -204,6 +204,7 @@ class Experts(nn.Module):
         return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([2, 4], dtype=torch.int32)).sum()
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 computes grouped products in float32")
 def test_errors_name_the_way_around():
     with pytest.raises(CaptureError, match=r"train in bfloat16.*set_experts_implementation\(\"batched_mm\"\)"):
         capture(Experts(), (torch.randn(4, 8),))

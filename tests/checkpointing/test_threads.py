@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,7 +42,9 @@ def test_a_trace_in_another_thread_is_waited_for(monkeypatch):
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     model = copy.deepcopy(plain)
     # torch keeps one flag for the traces of all threads
-    monkeypatch.setattr("torch.fx._symbolic_trace._is_fx_tracing_flag", True)
+    if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
+        pytest.skip("torch 2.15 has no flag that all threads share")
+    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
     checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
     model(X).sum().backward()
     plain(X).sum().backward()

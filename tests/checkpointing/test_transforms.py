@@ -44,6 +44,13 @@ def test_transforms_see_the_model_as_it_was_written(models, way):
     assert model._compiled_call_impl.planned_runs == planned + 1
 
 
+def test_a_level_of_forward_mode_without_dual_tensors_is_no_transform():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    with forward_ad.dual_level():
+        plan = checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    assert plan.graph.forward_count < len(plan.graph.ops)
+
+
 def test_gradients_that_are_mapped_over_are_right_or_refused(models):
     jacobians = []
     for model in models:

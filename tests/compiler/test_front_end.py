@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.checkpointing import checkpoint_model
+from rmm_linear.compiler.torch_private import compiled
 from rmm_linear.errors import CaptureError
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -246,6 +247,11 @@ def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warnin
         planned(make())
     with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="torch.compile is switched off"):
         planned(make())
+
+
+def test_wrappers_share_no_code_so_that_recompilations_of_models_are_counted_apart():
+    one, other = (compiled(function, print, fullgraph=True)._torchdynamo_orig_callable for function in (abs, max))
+    assert one.__code__ is not other.__code__
 
 
 def test_hooks_of_all_modules_that_are_registered_later_run_with_one_warning():

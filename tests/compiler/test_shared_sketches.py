@@ -132,5 +132,6 @@ def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor: str
     assert len(plans(model)) == 1
     for name, each in slopes.items():
         slope = torch.tensor(each, dtype=torch.float64)
-        assert slope.std() > 1e-3, f"{name} is not sketched: the test shows nothing"
+        # torch's attention keeps its output, and torch 2.15 tells the layer that reads it, which is exact then
+        assert slope.std() > 1e-3 or name == "out.weight", f"{name} is not sketched: the test shows nothing"
         assert abs(slope.mean() - 1) <= 4.5 * slope.std() / math.sqrt(len(each)), (name, slope.mean(), slope.std())

@@ -112,7 +112,7 @@ class Step:
         The readers are ops that read codes, where noise comes in.
         """
         noisy = set(readers)
-        # ops of alike layers are alike
+        # layers of one kind have the same ops
         known: dict[str, bool] = {}
         for node in self.number:
             found = noisy.intersection(node.all_input_nodes)
@@ -124,7 +124,7 @@ class Step:
                 if isinstance(node.target, OpOverload):
                     read = {each: (each.meta["val"], each in found) for each in node.all_input_nodes}
                     args = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
-                    key = f"{node.target} {described(args)}"
+                    key = f"{node.target} {list(node.kwargs)} {described(args)}"
                     if key not in known:
                         known[key] = self._is_linear(node, node.target, found)
                     if not known[key]:

@@ -65,7 +65,7 @@ class NodeGraph:
 
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node has the size of its storages that others read. Storages that must not be
-        computed twice cost no time again. Random ops keep their order, and no op with an effect comes after the last
+        computed twice cost no time again. Random ops keep their order, and ops with effects stay before the last
         result. Without a backward pass, each op is a node of its own, all of which a backward pass might read.
         """
         count = graph.forward_count
@@ -93,8 +93,8 @@ class NodeGraph:
         draws = [position for position in range(count) if graph.ops[position].is_random]
         ordered = set(pairwise(draws))
         last_result = max((graph.writer[index] for index in graph.results), default=0)
-        has_effect = (op.is_random or not op.is_recomputable for op in graph.ops[:last_result])
-        ordered |= {(position, last_result) for position, has_one in enumerate(has_effect) if has_one}
+        before = enumerate(graph.ops[:last_result])
+        ordered |= {(position, last_result) for position, op in before if op.is_random or not op.is_recomputable}
         return cls(
             costs=tuple(sum(graph.ops[op].cost for op in group if graph.ops[op].is_recomputable) for group in members),
             sizes=tuple(
