@@ -254,7 +254,8 @@ class RMMCallback(TrainerCallback):
             return
         if self.planned is not None:
             remove_checkpointing(kwargs["model"])
-        if self.planned is None or (not self.planned.planned_runs and self.planned.reason is None):
+        has_tried = self.planned is not None and (self.planned.planned_runs or self.planned.reason is not None)
+        if state.global_step and not has_tried:
             why = "the model's forward method is called in place of the model, or the callback was added too late"
             warnings.warn(f"no training step ran by plan: {why}", UserWarning, stacklevel=2)
 

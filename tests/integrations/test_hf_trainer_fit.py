@@ -138,6 +138,13 @@ def test_a_callback_that_is_added_in_training_is_told(tmp_path, options):
         trainer.train()
 
 
+@pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%"}}], ids=str)
+def test_a_training_without_a_step_tells_of_no_missing_plan(tmp_path, options, recwarn):
+    changes = {"max_steps": -1, "num_train_epochs": 0}
+    make_trainer(tmp_path, RMMCallback(**options), model=make_model(layers=1), **changes).train()
+    assert not [each for each in recwarn if "no training step ran by plan" in str(each.message)]
+
+
 @pytest.mark.parametrize(
     "options",
     [
