@@ -184,7 +184,7 @@ class _Writer:
                 del self._live[step.target]
                 continue
             self._step(step)
-        # without an op in the backward part, gradients are still to be handed over
+        # a backward part without ops hands gradients over as well
         parts.append(self._hand_over([*ready, *(index for left in waiting.values() for index in left)]))
         return parts
 

@@ -107,7 +107,7 @@ def compile_lock() -> AbstractContextManager[Any]:
 
 
 def compiled(function: Callable[..., Any], backend: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
-    """Compile a function with a frame of its own, whose recompilations count for it alone.
+    """Compile a function; Dynamo counts the function's recompilations apart from recompilations of other functions.
 
     The function may be a module's `_call_impl`, which torch.compile by itself skips for torch's own modules. With
     `fullgraph` a graph break is an error.

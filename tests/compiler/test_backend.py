@@ -317,7 +317,7 @@ def test_a_step_beyond_the_limit_of_recompilations_runs_as_written_with_one_warn
 
 
 @pytest.mark.parametrize("executor", ["exact", "inductor"])
-def test_a_gradient_without_an_op_of_its_own_arrives(executor):
+def test_the_gradient_of_a_backward_pass_without_ops_arrives(executor):
     weight = nn.Parameter(torch.ones(1))
     options = {"budget": "100%", "executor": executor}
     step = torch.compile(lambda: weight.sum(), backend="rmm_linear", options=options)

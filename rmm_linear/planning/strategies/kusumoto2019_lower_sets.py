@@ -66,7 +66,7 @@ class NodeGraph:
         An op whose results are read by one later forward op alone belongs to that op's node: nothing is gained by
         keeping it without the other. A node has the size of its storages that others read. Storages that must not be
         computed twice cost no time again. Random ops keep their order, and ops with effects stay before the last
-        result. Without a backward pass, each op is a node of its own, all of which a backward pass might read.
+        result. Without a backward pass, each op is a node: a backward pass might read the results of any op.
         """
         count = graph.forward_count
         has_backward = count < len(graph.ops)
