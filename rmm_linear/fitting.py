@@ -120,7 +120,8 @@ class Fit:
         They name tensors of the trace: a run elsewhere needs the same versions, and the same autocast.
         """
         budget = "100%" if self.budget_bytes is None and not self.chosen.options else self.budget_bytes
-        return {"budget": budget, "executor": self.executor, **self.chosen.options}
+        costs = self.step.group.options.costs
+        return {"budget": budget, "executor": self.executor, "costs": costs, **self.chosen.options}
 
     def to_json(self) -> str:
         """Return the options as JSON, for a run elsewhere; see `options`."""
@@ -225,6 +226,7 @@ def fit(
     allow: Collection[str] = ALLOWED,
     executor: str = "inductor",
     page_to: str | Path | None = None,
+    costs: str = "roofline",
 ) -> Fit: ...
 
 
@@ -251,6 +253,7 @@ def fit(
     allow: Collection[str] = ALLOWED,
     executor: str | None = "inductor",
     page_to: str | Path | None = None,
+    costs: str = "roofline",
 ) -> Fit | ModuleFit:
     """Plan a model's training steps within a byte budget and a noise limit, in place.
 
@@ -284,6 +287,9 @@ def fit(
             step's measured peak, loss included. Batches of other shapes have no plan. All parameters have to be on
             one device, a CPU or a CUDA GPU.
         page_to: A folder, or "host" for the host's memory, where "page" is allowed.
+        costs: How ops are priced, if there is an executor: by a "roofline", or in "ms", for which ops run on random
+            numbers and are timed. The plan then tells the step's time, predicted and, after the first step, measured;
+            if the two are more than 15 % apart, ops are timed again, and the step is planned once more.
 
     Returns:
         The chosen step; print it. `remove()` undoes it.
@@ -323,10 +329,10 @@ def fit(
     sample = plain_batch(sample)
     if executor is None:
         return fit_modules(model, sample, asked, limit, ways, loss_fn)
-    step = PlannedStep(model._call_impl, model, Options(executor=executor))
+    step = PlannedStep(model._call_impl, model, Options(executor=executor, costs=costs))
     exact, plain = at_call(model, sample, loss_fn, step.capture)
     budget_bytes = None if asked is None else asked.in_bytes(plain.peak_bytes)
-    trials = _Trials(exact, budget_bytes, is_replanned="recompute" in ways)
+    trials = _Trials(exact, budget_bytes, costs, is_replanned="recompute" in ways)
     trials.add("exact", {}, exact)
     if page_to is not None:
         trials.add_pages(page_to)
@@ -347,7 +353,7 @@ def fit(
     )
     assert chosen.plan is not None
     # also without recomputation: batches of other shapes must fit as well
-    taken = Options(executor=executor, budget=budget_bytes, **chosen.options)
+    taken = replace(step.group.options, budget=budget_bytes, **chosen.options)
     step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
     bounds, least_time = trials.bounds, trials.least_time
@@ -360,8 +366,8 @@ class _Trials:
     The capture of each candidate is kept by its options.
     """
 
-    def __init__(self, exact: Capture, budget_bytes: int | None, *, is_replanned: bool) -> None:
-        self._exact, self._budget_bytes = exact, budget_bytes
+    def __init__(self, exact: Capture, budget_bytes: int | None, costs: str, *, is_replanned: bool) -> None:
+        self._exact, self._budget_bytes, self._costs = exact, budget_bytes, costs
         self._replanned_bytes = budget_bytes if is_replanned else None
         self.candidates: list[Candidate] = []
         self.captures: dict[str, Capture] = {}
@@ -385,7 +391,7 @@ class _Trials:
                 stacklevel=3,
             )
             return
-        paged = with_page_cost(self._exact, page_to, "roofline")
+        paged = with_page_cost(self._exact, page_to, self._costs)
         self.add("exact, paged", {"strategy": _PAGER, "page_to": str(page_to)}, paged)
 
     def add_codes(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 import sys
 
@@ -162,6 +163,18 @@ def test_without_noise_the_gradients_are_those_of_eager_mode_and_the_options_run
     other = _model(blocks=2)
     torch.compile(other, backend=rmm_linear, options=json.loads(found.to_json()))(*batch).backward()
     assert plans(other)[0].schedule == found.plan.schedule
+
+
+def test_a_fit_with_timed_ops_tells_the_predicted_and_the_measured_time(batch, monkeypatch):
+    monkeypatch.setattr(backend, "measured_ms", lambda *_: 12.5)
+    monkeypatch.setattr(backend, "_APART", math.inf)
+    model = _model(blocks=2)
+    found = fit(model, batch, "60%", noise=0, executor="exact", costs="ms")
+    predicted = f"predicted time of a step {found.plan.planned.cost:.4g} ms"
+    assert found.options["costs"] == "ms"
+    assert f"{predicted}, not yet measured" in str(found)
+    model(*batch).backward()
+    assert f"{predicted}, measured 12.5 ms" in str(found)
 
 
 @pytest.mark.slow
@@ -434,7 +447,7 @@ def test_pages_take_the_place_of_second_computations_where_they_take_less_time(b
     assert list(tmp_path.iterdir()) == []
     assert found.measure(batch).step.value == 0
     more = {"strategy": "patil2022_poet", "page_to": str(tmp_path)}
-    assert found.options == {"budget": found.budget_bytes, "executor": "exact", **more}
+    assert found.options == {"budget": found.budget_bytes, "executor": "exact", "costs": "roofline", **more}
 
 
 def test_pages_without_scipy_are_refused_before_anything_is_captured(batch, monkeypatch):

@@ -7,8 +7,10 @@ for each shape, layout, dtype and state of autocast of its arguments. A graph th
 wrote it, with a warning. Calls without gradients, and under torch.func, run as Dynamo wrote them as well.
 """
 
+import contextlib
 import itertools
 import logging
+import math
 import re
 import time
 import warnings
@@ -22,10 +24,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.autocasting import autocast_as, present_autocast
-from rmm_linear.compiler.costs import page_cost
+from rmm_linear.compiler.costs import forget_times, page_cost
 from rmm_linear.compiler.exact_program import Program, program_of
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture, read_joint_graph
+from rmm_linear.compiler.measuring import is_measurable, measured_ms
 from rmm_linear.compiler.runner import Runner
 from rmm_linear.compiler.torch_private import compile_lock, ends_at_a_break, frame_of, is_transformed
 from rmm_linear.compiler.tracing import Checkpointing, eager_peak_of, inline_checkpoints
@@ -41,6 +44,8 @@ from rmm_linear.planning.strategies import get_strategy
 _logger = logging.getLogger(__name__)
 # Shapes of one graph that are kept; the shape that was not used for longest is planned anew when it comes back.
 _MOST_VARIANTS = 32
+# A predicted time that is off by more is no good prediction.
+_APART = 0.15
 # Plans that differ by nothing but numbers, until the user is told.
 _MANY_NUMBERS = 3
 
@@ -56,7 +61,8 @@ class Options:
         strategy: One of `available_strategies()`.
         executor: "exact" runs op by op, with the bits of eager mode and the simulated peak to the byte; "inductor"
             compiles the schedule by Inductor.
-        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`.
+        costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`. With "ms", the first step is run some times
+            more; if its measured time is off by more than 15 %, ops are timed again, and it is planned once more.
         gradients: "kept" counts each parameter's gradient from where it is ready to the end; "freed" for steps that
             leave none behind (an optimizer in the backward pass, later micro-batches).
         schedule: A schedule that is used in place of a planned schedule.
@@ -147,7 +153,7 @@ class Variant:
     """A graph, planned for one kind of arguments.
 
     Attributes:
-        plan: The plan, with the measured peak once Inductor has compiled the step.
+        plan: The plan, with the measured peak once Inductor has compiled the step, and the time if ops were timed.
         runner: The step's runner; None until the first call.
     """
 
@@ -324,7 +330,9 @@ class PlannedGraph:
             raise Planned
         if variant.runner is None:
             with compile_lock():
-                variant.runner = variant.runner or self._compiled(variant, tensors)
+                if variant.runner is None:
+                    variant = self.variants[key] = self._compiled(variant, arguments, tensors)
+        assert variant.runner is not None
         self._group.runs += 1
         self._tell_of_calls()
         return tuple(variant.runner(arguments))
@@ -453,15 +461,39 @@ class PlannedGraph:
                 stacklevel=2,
             )
 
-    def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Runner:
+    def _compiled(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant:
+        """Compile a plan; where its step takes another time than predicted, time ops anew, and plan once more."""
+        self._make_runner(variant, tensors)
+        plan = variant.plan
+        if plan.measured_ms is None or not _are_apart(plan.measured_ms, plan.planned.cost):
+            return variant
+        forget_times()
+        with contextlib.suppress(InfeasibleBudgetError):
+            again = self._prepare(arguments, tensors)
+            # ops that take as long as before lead to the same plan
+            if again is not None and _are_apart(again.plan.planned.cost, plan.planned.cost):
+                again.plan = replace(again.plan, eager_peak_bytes=plan.eager_peak_bytes)
+                self._make_runner(again, tensors)
+                return min(again, variant, key=lambda each: each.plan.measured_ms or math.inf)
+        return variant
+
+    def _make_runner(self, variant: Variant, tensors: Sequence[Tensor]) -> None:
+        program = self._program(variant, tensors)
+        variant.runner = Runner(variant.capture, program, self, self._take_all_gradients)
+        if self._group.options.costs == "ms" and is_measurable(variant.capture):
+            time_ms = measured_ms(variant.capture, program, tensors)
+            variant.plan = replace(variant.plan, measured_ms=time_ms)
+            _logger.info("a step takes %.1f ms, and %.1f ms are predicted", time_ms, variant.plan.planned.cost)
+
+    def _program(self, variant: Variant, tensors: Sequence[Tensor]) -> Program:
         capture, plan, options = variant.capture, variant.plan, self._group.options
         if options.executor == "exact":
-            return self._runner(capture, program_of(capture, plan.schedule, options.page_to))
+            return program_of(capture, plan.schedule, options.page_to)
         # imported here: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
-            return self._runner(capture, uncompiled_program(capture))
+            return uncompiled_program(capture)
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             planned = plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
@@ -473,10 +505,7 @@ class PlannedGraph:
                 variant.plan, program = measured_plain(capture, plan, tensors)
             else:
                 variant.plan, program = program_within(capture, plan, tensors, replan)
-        return self._runner(capture, program)
-
-    def _runner(self, capture: Capture, program: Program) -> Runner:
-        return Runner(capture, program, self, self._take_all_gradients)
+        return program
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options
@@ -511,6 +540,10 @@ def with_page_cost(capture: Capture, page_to: str | Path, costs: str) -> Capture
     """Add the time of paging a byte to a captured graph; see `rmm_linear.compiler.costs.page_cost`."""
     device = next(tensor.device for node in capture.results for tensor in tensors_of(node))
     return replace(capture, graph=replace(capture.graph, page_cost=page_cost(page_to, device, costs)))
+
+
+def _are_apart(time: float, other: float) -> bool:
+    return abs(time / other - 1) > _APART
 
 
 def _warn(error: CaptureError) -> None:

@@ -31,7 +31,7 @@ _UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes":
 _REPEATS = 3
 _MIB = 2**20
 # The time of a byte is measured with so many.
-_PAGED_BYTES = 32 * _MIB
+_COPIED_BYTES = 32 * _MIB
 # Measured times: an op with arguments of the same shapes takes the same time.
 _MEASURED_MS: dict[str, float] = {}
 
@@ -47,7 +47,7 @@ def unit_of(costs: str) -> str:
     return _UNITS[costs]
 
 
-def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
+def cost_of(loop: Sequence[fx.Node], costs: str, *, is_compiled: bool = False) -> float:
     """Price one op: more than 0, in `unit_of(costs)`.
 
     Args:
@@ -55,12 +55,14 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
             numbers, and is timed; ops alike are timed once), or "ops" (1).
+        is_compiled: Whether Inductor compiles the loop: "ms" is then the time in which the device copies the bytes that
+            the loop moves, unless it is a matrix product, a convolution or an attention, which runs and is timed.
     """
     unit_of(costs)
     if costs == "ops":
         return 1.0
     arguments = [fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]) for node in loop]
-    if costs == "ms":
+    if costs == "ms" and not (is_compiled and not is_product(loop[-1])):
         return sum(_measured_ms(node, *each) for node, each in zip(loop, arguments, strict=True))
     result = loop[-1].meta.get("val")
     outside: Any = arguments
@@ -70,13 +72,15 @@ def cost_of(loop: Sequence[fx.Node], costs: str) -> float:
         outside = list({id(each): each for each in outer}.values())
     read = () if str(loop[-1].target) == _DRAW else outside
     moved = float(sum(math.prod(t.shape) * t.element_size() for t in tensors_in((read, result))))
+    device = next((tensor.device for tensor in tensors_in((result, outside))), torch.device("cpu"))
+    if costs == "ms":
+        return max(1.0, moved) * _byte_ms(device)
     if costs == "bytes":
         return max(1.0, moved)
     flops = sum(_flops(node, *each) for node, each in zip(loop, arguments, strict=True))
     if costs == "flops":
         return max(1.0, flops)
-    device = next((tensor.device.type for tensor in tensors_in((result, outside))), "cpu")
-    kind = "cpu" if device == "cpu" else "cuda"
+    kind = "cpu" if device.type == "cpu" else "cuda"
     computed = sum(node.meta["val"].numel() for node in loop if isinstance(node.meta["val"], Tensor))
     return max(moved, flops / _FLOPS_PER_BYTE[kind], computed / _NUMBERS_PER_BYTE[kind]) + _LAUNCH_BYTES[kind]
 
@@ -93,16 +97,23 @@ def page_cost(page_to: str | Path, device: torch.device, costs: str) -> float:
     """
     if costs not in ("ms", "roofline", "bytes"):
         raise ValueError(f'costs={costs!r} are no times, which paging takes: pass "roofline", "ms" or "bytes"')
-    pager, memory = pager_for(page_to, device), torch.zeros(_PAGED_BYTES, dtype=torch.uint8, device=device)
+    pager, memory = pager_for(page_to, device), _bytes_on(device)
     try:
         both_ms = median_ms(lambda: pager.take(pager.put([memory])), [device])
     finally:
         pager.close()
-    paged_ms = both_ms / (2 * _PAGED_BYTES)
-    if costs == "ms":
-        return paged_ms
-    # a copy reads and writes
-    return paged_ms * 2 * _PAGED_BYTES / median_ms(memory.clone, [device])
+    paged_ms = both_ms / (2 * _COPIED_BYTES)
+    return paged_ms if costs == "ms" else paged_ms / _byte_ms(device)
+
+
+@functools.cache
+def _byte_ms(device: torch.device) -> float:
+    read, written = _bytes_on(device), _bytes_on(device)
+    return median_ms(lambda: written.copy_(read), [device]) / (2 * _COPIED_BYTES)
+
+
+def _bytes_on(device: torch.device) -> Tensor:
+    return torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
 
 
 def median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
@@ -117,6 +128,12 @@ def median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
         times.append(1000 * (time.perf_counter() - begin))
     # the first run warms up
     return max(1e-6, sorted(times[1:])[_REPEATS // 2])
+
+
+def forget_times() -> None:
+    """Forget the times of ops and of a byte: they are measured anew where they are next needed."""
+    _MEASURED_MS.clear()
+    _byte_ms.cache_clear()
 
 
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:

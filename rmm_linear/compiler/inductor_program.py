@@ -27,15 +27,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.costs import is_product
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.fake_memory import memories_of, tensors_of
-from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture, dense_copy
-from rmm_linear.compiler.torch_private import (
-    compile_by_inductor,
-    decompositions,
-    fake_mode_of,
-    is_profiled,
-)
-from rmm_linear.memory.peak import measure_peak_bytes
+from rmm_linear.compiler.fake_memory import memories_of
+from rmm_linear.compiler.joint_graph import Capture, dense_copy
+from rmm_linear.compiler.measuring import is_measurable, measured_peak_bytes
+from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, fake_mode_of
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule, end_of_forward, frees_of_order
@@ -65,7 +60,7 @@ def program_within(
         MissingCompilerError: If Inductor finds no C++ compiler.
     """
     budget_bytes = target = plan.budget_bytes
-    if not _is_measurable(capture):
+    if not is_measurable(capture):
         return plan, compiled_program(capture, plan.schedule, target)
     tries: list[tuple[int, CheckpointPlan, Program]] = []
     while not tries or (tries[-1][0] > budget_bytes and len(tries) <= _MOST_TRIES):
@@ -96,7 +91,7 @@ def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tens
     windows of the plan's own peak, which take 2 or 3 % longer. The plan that is returned has the measured peak.
     """
     program = compiled_program(capture, plan.schedule, sys.maxsize)
-    if not _is_measurable(capture):
+    if not is_measurable(capture):
         return plan, program
     measured = measured_peak_bytes(capture, program, inputs)
     if measured > _MUCH_MORE * plan.peak_bytes:
@@ -105,11 +100,6 @@ def measured_plain(capture: Capture, plan: CheckpointPlan, inputs: Sequence[Tens
         if measured > _MUCH_MORE * peak_bytes:
             measured, program = peak_bytes, in_windows
     return replace(plan, measured_peak_bytes=measured), program
-
-
-def _is_measurable(capture: Capture) -> bool:
-    # another profiler would end the user's, and other processes may not run the step now
-    return not is_profiled() and not any(getattr(n.target, "namespace", "") in COLLECTIVES for n in capture.nodes)
 
 
 def compiled_program(
@@ -210,30 +200,6 @@ def windows_of(
         end = starts[end]
         borders.add(end)
     return list(accumulate(int(place in borders) for place in range(len(ops))))
-
-
-def measured_peak_bytes(capture: Capture, program: Program, inputs: Sequence[Tensor]) -> int:
-    """Run a program once, forward and backward, and measure its peak; nothing of the caller's changes.
-
-    It is the most that is in memory at any time beside the inputs and the gradients of the results.
-    """
-    tangents = [None if node is None else _zeros_like(tensors_of(node)[0]) for node in capture.tangents]
-
-    def run() -> None:
-        gradients: list[Tensor | None] = [None] * len(inputs)
-        # the caller keeps the results until the end
-        kept, _, saved = program.forward([tensor.detach() for tensor in inputs])
-        for _ in program.backward([tensor.detach() for tensor in inputs], saved, tangents, gradients):
-            pass
-        del kept
-
-    devices = sorted({tensor.device.index for tensor in inputs if tensor.is_cuda})
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        return measure_peak_bytes(run, tensors_of(capture.results[0])[0].device)
-
-
-def _zeros_like(fake: Tensor) -> Tensor:
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
 
 
 def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:

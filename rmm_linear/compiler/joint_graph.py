@@ -448,7 +448,7 @@ class _Reading:
         )
         return Op(
             name=node.name,
-            cost=cost_of(loop, self.costs),
+            cost=cost_of(loop, self.costs, is_compiled=self.for_inductor),
             reads=tuple(index for memory in read if (index := self._storage_of[memory]) is not None),
             writes=writes,
             temporary_bytes=temporary_bytes,

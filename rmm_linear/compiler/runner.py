@@ -10,7 +10,7 @@ from elsewhere.
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -188,7 +188,7 @@ class _Pass:
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward part."""
-        with _as_kernels(self.runner):
+        with as_kernels(self.runner.device_types):
             results, updates, self.saved = self.runner.program.forward(inputs)
         if self._again is not None:
             self._again.states_after = self._again.present_states()
@@ -271,7 +271,7 @@ class _Pass:
         for place, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             self._inputs[place] = tensor
         assert self._backward is not None, "the first part begins"
-        with _as_kernels(self.runner):
+        with as_kernels(self.runner.device_types):
             # a part none of whose inputs needs a gradient now has no node
             while self._parts_run <= ctx.number:
                 next(self._backward)
@@ -375,10 +375,10 @@ class _Node(torch.autograd.Function):
 
 
 @contextmanager
-def _as_kernels(runner: Runner) -> Iterator[None]:
+def as_kernels(device_types: Collection[str]) -> Iterator[None]:
     """Run ops as autograd runs them: nothing is recorded, the casts of autocast are ops of the program already."""
     # Some kernels (LSTM's on a CPU) save nothing for the backward pass unless gradients are enabled.
-    is_casting = any(map(torch.is_autocast_enabled, runner.device_types))
-    off = autocast_as((), runner.device_types) if is_casting else nullcontext()
+    is_casting = any(map(torch.is_autocast_enabled, device_types))
+    off = autocast_as((), device_types) if is_casting else nullcontext()
     with torch.enable_grad(), AutoDispatchBelowAutograd(), off:
         yield

@@ -33,6 +33,7 @@ class CheckpointPlan:
             of `plain.peak_bytes`: often less, since a captured step frees everything after its last use, and sometimes
             more, since it writes nothing in place.
         measured_peak_bytes: The peak that was measured of a schedule that Inductor compiled; None where none was.
+        measured_ms: The time that was measured of the step, in ms, where ops are priced in "ms"; None where none was.
         coding: Which tensors are kept as codes.
         least_overhead: A bound: no schedule within the budget has less extra time over the plain step's. None where it
             is not known.
@@ -46,6 +47,7 @@ class CheckpointPlan:
     budget_bytes: int
     eager_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    measured_ms: float | None = None
     coding: Coding = field(default_factory=Coding)
     least_overhead: float | None = None
     no_bound: str = ""
@@ -163,6 +165,9 @@ class CheckpointPlan:
                 f" {100 * (self.overhead - self.paging_overhead):.1f} %; strategy"
                 f" {self.schedule.strategy}"
             )
+        if self.graph.cost_unit == "ms":
+            measured = "not yet measured" if self.measured_ms is None else f"measured {self.measured_ms:.4g} ms"
+            yield f"predicted time of a step {self.planned.cost:.4g} ms, {measured}"
         yield from self._paging()
         if self.schedule.proof:
             yield f"{self.schedule.strategy}: {self.schedule.proof}"
