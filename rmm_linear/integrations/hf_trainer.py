@@ -181,6 +181,10 @@ class RMMCallback(TrainerCallback):
         self._planned: PlannedStep | None = None
         self._loss: FittedLoss | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy converts, measures and plans the model of its own trainer
+        return {**vars(self), "_converted": None, "_measurement": None, "_planned": None, "_loss": None}
+
     @property
     def _plans(self) -> bool:
         return self._options is not None or self._fit_options is not None

@@ -1,6 +1,8 @@
 """RMMCallback in a real Trainer: converted at the right moment, measured to the byte, logged for everybody."""
 
+import copy
 import inspect
+import pickle
 import warnings
 
 import pytest
@@ -249,6 +251,19 @@ def test_a_callback_that_plans_gets_one_graph_beside_a_callback_that_measures(tm
         make_trainer(tmp_path, *callbacks, model=make_model(layers=1), max_steps=2).train()
     # one graph a step
     assert planning.planned.planned_runs == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_a_copied_callback_converts_and_plans_the_model_of_its_own_trainer(tmp_path, duplicate):
+    callback = RMMCallback(ratio=0.1, compile={"budget": "100%", "executor": "exact"})
+    make_trainer(tmp_path, callback, model=make_model(layers=1), max_steps=1).train()
+    assert callback.planned.planned_runs == 1
+    second = duplicate(callback)
+    assert second.planned is None
+    trainer = make_trainer(tmp_path, second, model=make_model(layers=1), max_steps=1)
+    assert converted(trainer.model) == LAYERS // 2
+    trainer.train()
+    assert second.planned.planned_runs == callback.planned.planned_runs == 1
 
 
 def collated():
