@@ -181,6 +181,14 @@ class RMMCallback(TrainerCallback):
         self._planned: PlannedStep | None = None
         self._loss: FittedLoss | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy converts, measures and plans the model of its own trainer
+        return {**vars(self), "_converted": None, "_measurement": None, "_planned": None, "_loss": None}
+
+    @property
+    def _plans(self) -> bool:
+        return self._options is not None or self._fit_options is not None
+
     @property
     def fitted(self) -> Fit | None:
         return None if self._loss is None else self._loss.fitted
@@ -201,10 +209,13 @@ class RMMCallback(TrainerCallback):
         self._convert(model, args)
         self._stop_measuring()
         self.kept_bytes = self.exact_bytes = self.promised_bytes = None
-        if self._options is not None or self._fit_options is not None:
+        if self._plans:
             self._plan(model, args)
             return
-        is_in_plan = is_planned(model)
+        trainer = trainer_of(self)
+        others = [] if trainer is None else trainer.callback_handler.callbacks
+        # a later callback may plan the model, and hooks of a measurement would cut its graph
+        is_in_plan = is_planned(model) or any(isinstance(each, RMMCallback) and each._plans for each in others)
         is_hidden = args.torch_compile or is_compiled(model) or args.n_gpu > 1 or is_in_plan
         if is_hidden and self._every:
             raise ValueError(
@@ -250,7 +261,10 @@ class RMMCallback(TrainerCallback):
         self._stop_measuring()
         if self._loss is not None:
             self._loss.remove()
-        if self._options is None and self._fit_options is None:
+        if self._sketches and (self._converted is None or self._converted() is not kwargs["model"]):
+            why = "the callback was added to the trainer after the training had begun"
+            warnings.warn(f"no layer was converted: {why}", UserWarning, stacklevel=2)
+        if not self._plans:
             return
         if self.planned is not None:
             remove_checkpointing(kwargs["model"])

@@ -1,6 +1,8 @@
 """RMMCallback in a real Trainer: converted at the right moment, measured to the byte, logged for everybody."""
 
+import copy
 import inspect
+import pickle
 import warnings
 
 import pytest
@@ -75,6 +77,18 @@ def test_a_callback_that_is_added_late_converts_when_training_begins(tmp_path):
     trainer.train()
     assert converted(trainer.model) == LAYERS
     assert len(trainer_rows(trainer)) == 5
+
+
+def test_a_callback_that_is_added_in_training_tells_that_it_converts_nothing(tmp_path):
+    class Adding(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.add_callback(RMMCallback(ratio=0.1))
+
+    trainer = make_trainer(tmp_path, Adding())
+    with pytest.warns(UserWarning, match="no layer was converted: the callback was added"):
+        trainer.train()
+    assert converted(trainer.model) == 0
 
 
 def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
@@ -227,6 +241,29 @@ def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
         trainer.train()
     assert converted(trainer.model) == LAYERS
     assert trainer_rows(trainer) == []
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_callback_that_plans_gets_one_graph_beside_a_callback_that_measures(tmp_path, order):
+    planning = RMMCallback(compile={"budget": "100%", "executor": "exact"})
+    callbacks = (RMMCallback(ratio=0.1), planning)[::order]
+    with pytest.warns(UserWarning, match="the plan has a planned model's kept bytes"):
+        make_trainer(tmp_path, *callbacks, model=make_model(layers=1), max_steps=2).train()
+    # one graph a step
+    assert planning.planned.planned_runs == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))])
+def test_a_copied_callback_converts_and_plans_the_model_of_its_own_trainer(tmp_path, duplicate):
+    callback = RMMCallback(ratio=0.1, compile={"budget": "100%", "executor": "exact"})
+    make_trainer(tmp_path, callback, model=make_model(layers=1), max_steps=1).train()
+    assert callback.planned.planned_runs == 1
+    second = duplicate(callback)
+    assert second.planned is None
+    trainer = make_trainer(tmp_path, second, model=make_model(layers=1), max_steps=1)
+    assert converted(trainer.model) == LAYERS // 2
+    trainer.train()
+    assert second.planned.planned_runs == callback.planned.planned_runs == 1
 
 
 def collated():
