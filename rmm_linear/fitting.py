@@ -109,9 +109,10 @@ class Fit:
 
     @property
     def plan(self) -> CheckpointPlan:
-        """The plan of kept, coded and recomputed tensors: the compiled step's, once a step has run."""
-        assert self.chosen.plan is not None
-        return next(iter(self.step.plans), self.chosen.plan)
+        """The plan of kept, coded and recomputed tensors: the compiled step's, once the sample's shapes ran."""
+        plan = self.chosen.plan
+        assert plan is not None
+        return next((each for each in self.step.plans if each.graph is plan.graph), plan)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -231,6 +231,17 @@ def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
     assert _are_equal(_gradients(model, batch), expected)
 
 
+def test_the_plan_of_a_fit_is_of_the_samples_shapes(batch):
+    model = _small_model()
+    shorter, shortest = (tuple(tensor[:rows] for tensor in batch) for rows in (1000, 500))
+    # Dynamo makes one graph for all sizes where it has seen two
+    fit(model, shorter, noise=0, executor="exact").remove()
+    found = fit(model, batch, noise=0, executor="exact")
+    for each in (batch, shortest, batch):
+        model(*each).backward()
+        assert found.plan.peak_bytes == found.plain_bytes
+
+
 @pytest.mark.slow
 def test_recomputing_and_codes_can_each_be_left_out(batch):
     assert fit(_model(), batch, "60%", allow=["recompute"]).chosen.name == "exact"
