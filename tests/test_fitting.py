@@ -97,6 +97,8 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     card = found.card()
     for part in ("gradients: estimates", "codes of", f"add to a gradient: {found.chosen.noise_ratio:.2g} of"):
         assert part in card
+    # as the first line of the fit: from the exact step's peak
+    assert str(found).split("peak ")[1].split(",")[0] == card.split("batch: ")[1].split("\n")[0]
 
 
 @pytest.mark.slow
