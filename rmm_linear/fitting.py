@@ -109,9 +109,10 @@ class Fit:
 
     @property
     def plan(self) -> CheckpointPlan:
-        """The plan of kept, coded and recomputed tensors: the compiled step's, once a step has run."""
-        assert self.chosen.plan is not None
-        return next(iter(self.step.plans), self.chosen.plan)
+        """The plan of kept, coded and recomputed tensors: the compiled step's, once the sample's shapes ran."""
+        plan = self.chosen.plan
+        assert plan is not None
+        return next((each for each in self.step.plans if each.graph is plan.graph), plan)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -168,10 +169,12 @@ class Fit:
     def card(self) -> str:
         """Describe the training steps for a model card, in Markdown, with the noise that was measured before them."""
         ratio = self.chosen.noise_ratio
+        # the plan's own plain step has the codes
+        card = replace(self.plan, plain=self.plain.plain).card()
         if not ratio:
-            return self.plan.card()
+            return card
         noise = f"{ratio:.2g} of the variance over minibatches" if math.isfinite(ratio) else "not measured"
-        return f"{self.plan.card()}\n- variance that estimates add to a gradient: {noise}"
+        return f"{card}\n- variance that estimates add to a gradient: {noise}"
 
     def measure(self, batch: Any, loss_fn: Loss | None = None) -> StepNoise:
         """Measure the noise of the step with the weights that the model has now; the arguments are as for `fit`.

@@ -98,6 +98,8 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     card = found.card()
     for part in ("gradients: estimates", "codes of", f"add to a gradient: {found.chosen.noise_ratio:.2g} of"):
         assert part in card
+    # as the first line of the fit: from the exact step's peak
+    assert str(found).split("peak ")[1].split(",")[0] == card.split("batch: ")[1].split("\n")[0]
 
 
 @pytest.mark.slow
@@ -242,6 +244,17 @@ def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
     found.remove()
     assert not is_planned(model)
     assert _are_equal(_gradients(model, batch), expected)
+
+
+def test_the_plan_of_a_fit_is_of_the_samples_shapes(batch):
+    model = _small_model()
+    shorter, shortest = (tuple(tensor[:rows] for tensor in batch) for rows in (1000, 500))
+    # Dynamo makes one graph for all sizes where it has seen two
+    fit(model, shorter, noise=0, executor="exact").remove()
+    found = fit(model, batch, noise=0, executor="exact")
+    for each in (batch, shortest, batch):
+        model(*each).backward()
+        assert found.plan.peak_bytes == found.plain_bytes
 
 
 @pytest.mark.slow
