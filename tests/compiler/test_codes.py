@@ -16,6 +16,7 @@ from rmm_linear.compiler.rewrites.codes import (
     encode,
     encode_with_tail,
     error_variance,
+    in_parts,
     pack,
     straight,
     unpack,
@@ -71,8 +72,8 @@ def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bi
     assert (error <= 5.6 * (steps.max() ** 2 / 12 / draws) ** 0.5).all()
 
 
-def test_a_cube_is_solved_for_numbers_of_all_sizes():
-    x = torch.logspace(-30, 4, 1000)
+def test_a_cube_is_solved_for_numbers_up_to_the_largest_tail():
+    x = torch.logspace(-30, 1, 1000)
     for cube in (0.0, 0.06):
         torch.testing.assert_close(straight(curved(torch.cat([x, -x]), cube), cube), torch.cat([x, -x]))
 
@@ -107,7 +108,7 @@ def test_steps_are_as_small_as_the_range_allows_and_its_ends_are_read_within_hal
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_numbers_come_back(bits):
     numbers = torch.randint(0, 2**bits, (3, 16, 5), dtype=torch.uint8)
-    packed = pack(numbers, bits)
+    packed = pack(in_parts(numbers, bits), bits)
     assert packed.shape == (3, 2 * bits, 5)
     assert unpack(packed, bits).equal(numbers)
 

@@ -9,6 +9,7 @@ All functions are of plain tensor ops, which Inductor fuses with the ops around 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +74,8 @@ def encode(x: Tensor, key: Tensor, layout: Layout, *, bits: int) -> tuple[Tensor
     x = layout.in_groups(x)
     half = _half_range(bits)
     steps = _steps(x.abs().amax(1, keepdim=True).to(torch.float32), half)
-    return pack(_rounded(x, steps, dither(x.shape, key), half).to(torch.uint8), bits), steps
+    parts = zip(in_parts(x, bits), in_parts(dither(x.shape, key), bits), strict=True)
+    return pack([_rounded(part, steps, drawn, half) for part, drawn in parts], bits), steps
 
 
 def decode(code: Tensor, steps: Tensor, key: Tensor, layout: Layout, *, bits: int) -> Tensor:
@@ -88,9 +90,19 @@ def error_variance(steps: Tensor, layout: Layout) -> Tensor:
 
 
 def curved(x: Tensor, cube: float) -> Tensor:
-    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large steps far away."""
-    root = (3 * cube) ** 0.5
-    return torch.sinh(torch.asinh(x * (1.5 * root)) / 3) * (2 / root) if cube else x
+    """Solve v + cube v^3 = x for v: equal steps of v are small steps of x near zero, and large steps far away.
+
+    The error is below 1e-6 / cube^0.5, for x up to 3 / cube^0.5 in magnitude.
+    """
+    if not cube:
+        return x
+    root = cube**0.5
+    y = x * root
+    v = y * (1 + 0.25 * y * y) / (1 + 0.78 * y * y)
+    # steps of Newton's method from a guess within 0.03
+    for _ in range(2):
+        v = (2 * v * v * v + y) / (3 * v * v + 1)
+    return v * (1 / root)
 
 
 def straight(v: Tensor, cube: float) -> Tensor:
@@ -116,13 +128,12 @@ def encode_with_tail(
     greatest, least = (each(1, keepdim=True).to(torch.float32) for each in (x.amax, x.amin))
     most = greatest.clamp_min(tail) - tail
     steps = _steps(torch.maximum(greatest, -least), half, tail, cube)
-    x = x.to(torch.float32)
-    within = curved(x.clamp(-tail, tail), cube)
-    excess = x.clamp_min(tail) - tail
-    drawn = _hash(x.shape, key)
-    numbers = _rounded(within, steps, _uniform(drawn), half)
-    has_excess = excess > (_uniform(_hashed_again(drawn)) + 0.5) * most
-    return pack((numbers + torch.where(has_excess, 2.0, 0.0)).to(torch.uint8), bits), steps, most
+    numbers = []
+    for part, drawn in zip(in_parts(x.to(torch.float32), bits), in_parts(_hash(x.shape, key), bits), strict=True):
+        within = _rounded(curved(part.clamp(-tail, tail), cube), steps, _uniform(drawn), half)
+        has_excess = part.clamp_min(tail) - tail > (_uniform(_hashed_again(drawn)) + 0.5) * most
+        numbers.append(within + torch.where(has_excess, 2.0, 0.0))
+    return pack(numbers, bits), steps, most
 
 
 def largest_step(bits: int, tail: float, cube: float) -> float:
@@ -144,20 +155,26 @@ def decode_with_tail(
     return layout.in_rows(within), layout.in_rows(torch.where(has_excess, most, 0.0))
 
 
-def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Put numbers of so many bits, uint8 of shape (groups, group, columns), into bytes."""
+def in_parts(x: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """Divide (groups, group, columns) into as many parts of the rows as numbers of so many bits share a byte."""
     count = 8 // bits
-    if count == 1:
-        return numbers
-    parts = numbers.view(numbers.shape[0], count, numbers.shape[1] // count, numbers.shape[2])
-    packed = parts[:, 0]
-    for place in range(1, count):
-        packed = packed | (parts[:, place] << (bits * place))
+    return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).unbind(1)
+
+
+def pack(parts: Sequence[Tensor], bits: int) -> Tensor:
+    """Put whole numbers of so many bits into bytes, uint8 of the shape of a part.
+
+    Inductor computes the parts in the loop that packs them; of a tensor that is divided after its numbers are
+    computed, it writes the numbers first.
+    """
+    packed = parts[0].to(torch.uint8)
+    for place, part in enumerate(parts[1:], 1):
+        packed = packed | (part.to(torch.uint8) << (bits * place))
     return packed
 
 
 def unpack(code: Tensor, bits: int) -> Tensor:
-    """Undo `pack`."""
+    """Undo `pack`, to uint8 of shape (groups, group, columns)."""
     count = 8 // bits
     if count == 1:
         return code

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from rmm_linear.compiler.rewrites.coded import Code, Shape
-from rmm_linear.compiler.rewrites.codes import Layout, pack, unpack
+from rmm_linear.compiler.rewrites.codes import Layout, in_parts, pack, unpack
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import Step, node_at
@@ -72,7 +72,7 @@ def candidates(step: Step) -> Iterator[Relu]:
 
 def _mask(x: Tensor, *, shape: Shape) -> Tensor:
     rows = shape.layout.in_groups(shape.rows_of(x))
-    return pack((~(rows <= 0)).to(torch.uint8), 1)
+    return pack(in_parts(~(rows <= 0), 1), 1)
 
 
 def _masked(gradient: Tensor, mask: Tensor, *, shape: Shape) -> Tensor:
