@@ -138,8 +138,10 @@ def bptt_checkpoint(
     spacing = None if host_every is None or local_every is None else (host_every, local_every)
     if spacing is not None:
         check_spacing(*spacing)
-    if memory is not None:
-        _check_memory(memory)
+    is_share = isinstance(memory, float) and 0 < memory <= 1
+    is_size = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
+    if memory is not None and not is_share and not is_size:
+        raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a positive number of bytes")
     pager = None if page_to is None else pager_for(page_to, inputs.device)
     own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
     needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
@@ -148,29 +150,16 @@ def bptt_checkpoint(
         return run.plain(inputs, leaves)
     sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
     run.pager = pager
+    budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory or 0
     if slots is not None:
         run.plan = plan_for_slots(run.steps, slots, sizes, strategy=strategy)
-    elif spacing is not None:
-        run.plan = plan_double(run.steps, *spacing, sizes)
+    elif pager is None:
+        run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
     else:
-        budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory
-        assert budget is not None
-        if pager is None:
-            run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
-        else:
-            run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
+        run.plan = plan_double(run.steps, *(spacing or spacing_for_bytes(budget, run.steps, sizes)), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
-
-
-def _check_memory(memory: float | int) -> None:
-    if isinstance(memory, bool) or not isinstance(memory, float | int):
-        raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a number of bytes")
-    if isinstance(memory, float) and not 0 < memory <= 1:
-        raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
-    if isinstance(memory, int) and memory <= 0:
-        raise ValueError(f"memory={memory!r} is no positive number of bytes")
 
 
 def step_bytes(
@@ -382,7 +371,13 @@ class _Run:
             latest = target
             while latest not in self.states and latest not in self.paged:
                 latest -= 1
-            leaves, generators = self.states[latest] if latest in self.states else self._fetched(latest)
+            if latest in self.states:
+                leaves, generators = self.states[latest]
+            else:
+                assert self.pager is not None
+                fetched, count = self.pager.take(self.paged.pop(latest)), self.structure.num_leaves
+                leaves, generators = fetched[:count], tuple(fetched[count:])
+                del fetched
         if outputs is None and self.preserve_rng_state:
             self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
@@ -478,13 +473,6 @@ class _Run:
             is_same = all(torch.equal(one, another) for one, another in zip(now, other, strict=True))
             self.states[number] = _State(leaves, other if is_same else now)
         self.pins[number] = self.pins.get(number, 0) + 1
-
-    def _fetched(self, number: int) -> _State:
-        """Return a state from the pager, and remove it there."""
-        assert self.pager is not None
-        found = self.pager.take(self.paged.pop(number))
-        count = self.structure.num_leaves
-        return _State(found[:count], tuple(found[count:]))
 
     def _unpin(self, number: int) -> None:
         self.pins[number] -= 1
