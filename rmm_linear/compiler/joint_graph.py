@@ -440,8 +440,10 @@ class _Reading:
             raise CaptureError(
                 f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
             )
-        is_random = torch.Tag.nondeterministic_seeded in tags
-        state_bytes = _state_bytes(node) if is_random else 0
+        is_random, state_bytes = torch.Tag.nondeterministic_seeded in tags, 0
+        if is_random:
+            device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")
+            state_bytes = torch.get_rng_state().nbytes if device == "cpu" else _DEVICE_STATE_BYTES
         # seeds and the like are smaller than the random state that a second computation would need
         is_worth_it = not is_random or (
             not self.for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
@@ -514,11 +516,6 @@ def _fingerprint(joint: fx.GraphModule) -> str:
         kinds = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(node)]
         found.update(f"{node} {node.op} {node.target} {node.args} {node.kwargs} {kinds}\n".encode())
     return found.hexdigest()
-
-
-def _state_bytes(node: fx.Node) -> int:
-    device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")
-    return torch.get_rng_state().nbytes if device == "cpu" else _DEVICE_STATE_BYTES
 
 
 def _packet(node: fx.Node) -> str:
