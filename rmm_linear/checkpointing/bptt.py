@@ -39,6 +39,7 @@ from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.graph import reached
 from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
 State = Any
@@ -245,38 +246,24 @@ def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], lis
 def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence[Tensor]) -> None:
     """Refuse a graph that reaches tensors that need gradients and are not known."""
     # a parameter's own graph is not part of the step's
-    ends = {tensor.grad_fn for tensor in parameters if tensor.grad_fn is not None}
-    waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    seen = set(ends)
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    ends = {None, *(tensor.grad_fn for tensor in parameters)}
+    first: set[Any] = {tensor.grad_fn for tensor in roots} - ends
+    for node in reached(first, lambda node: {each for each, _ in node.next_functions} - ends):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ValueError(
                 f"the cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not among its"
                 " parameters; pass it, or a tensor computed from it, as `parameters`"
             )
-        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def _uses_some_twice(nodes: Sequence[Any], parameters: Sequence[Tensor]) -> bool:
     """Whether a step's graph reaches one of the parameters by more than one edge."""
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, parameters)}
-    reached: set[Any] = set()
-    waiting, seen = list(nodes), set(nodes) | {node for node, _ in ends}
-    while waiting:
-        for edge in waiting.pop().next_functions:
-            if edge in ends:
-                if edge in reached:
-                    return True
-                reached.add(edge)
-            elif edge[0] is not None and edge[0] not in seen:
-                seen.add(edge[0])
-                waiting.append(edge[0])
-    return False
+    outside = {None, *(node for node, _ in ends)}
+    inside = reached(nodes, lambda node: {each for each, _ in node.next_functions} - outside)
+    edges = [edge for node in inside for edge in node.next_functions if edge in ends]
+    return len(set(edges)) < len(edges)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
