@@ -175,12 +175,12 @@ def linear(
         x = x.to(dtype)
     if is_torch_func_active() and is_mapped(x):
         _refuse_transform("torch.vmap")
-    made = None if shared is None else shared.tensors(seed)
+    made = None if shared is None else shared.tensors()
     if made is None:
         known = None if row_norms is None else row_norms.known(x.device)
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows, known)
         if shared is not None:
-            shared.remember(seed, *made)
+            shared.remember(*made)
             shared.row_norms = row_norms
     elif shared is not None:
         # one draw of rows for all members, by the norms of all of their gradients
