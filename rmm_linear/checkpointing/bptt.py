@@ -530,11 +530,8 @@ class _Gradients:
             roots += [(parameter, total) for parameter, total in known if total is not None]
         wanted = [*([step.input] if step.input.requires_grad else []), *self._parameters]
         wanted += [leaf for leaf in step.state if leaf.requires_grad]
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                [root for root, _ in roots], wanted, [gradient for _, gradient in roots], allow_unused=True
-            )
-        )
+        edges, given = zip(*roots, strict=True)
+        found: list[Tensor | None] = list(torch.autograd.grad(edges, wanted, given, allow_unused=True))
         if self.of_inputs is not None and step.input.requires_grad:
             of_input = found.pop(0)
             if of_input is not None:
