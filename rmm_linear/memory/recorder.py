@@ -175,7 +175,6 @@ class _Recorder(WatchedModules):
         return self
 
     def report(self) -> MemoryReport:
-        """Make the report from the records."""
         place = {key: number for number, key in enumerate(self._kept.sizes)}
         keepers: dict[StorageWeakRef, list[Keeper]] = {key: [] for key in place}
         devices: dict[StorageWeakRef, str] = {}
