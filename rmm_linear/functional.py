@@ -35,7 +35,7 @@ The modules:
     sketches          the computations of compress and grad_weight
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -173,14 +173,14 @@ def linear(
         return F.linear(x, weight, bias)
     if x.dtype != dtype:
         x = x.to(dtype)
-    if is_torch_func_active():
-        _refuse_mapped(x)
-    made = None if shared is None else shared.tensors(seed)
+    if is_torch_func_active() and is_mapped(x):
+        _refuse_transform("torch.vmap")
+    made = None if shared is None else shared.tensors()
     if made is None:
         known = None if row_norms is None else row_norms.known(x.device)
         made = _compressed(x.detach(), seed, config, layout, index, valid_rows, known)
         if shared is not None:
-            shared.remember(seed, *made)
+            shared.remember(*made)
             shared.row_norms = row_norms
     elif shared is not None:
         # one draw of rows for all members, by the norms of all of their gradients
@@ -400,51 +400,42 @@ class _SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(ctx, g)
+        # autograd.grad(is_grads_batched=True) passes a legacy batched tensor
+        if is_batched(g):
+            _refuse_transform("torch.vmap over gradients")
+        shared = ctx.kept[4]
+        if shared is not None:
+            shared.close()
+        # gradients are enabled here only with create_graph=True
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                grads = _gradients(ctx, g)
+            # create_graph=True is allowed as long as the gradients are not differentiated again
+            wanted = [grad for grad in grads if grad is not None]
+            refused = iter(_RefuseSecondDerivative.apply(g, ctx.saved_tensors[0], *wanted))
+            grads = [None if grad is None else next(refused) for grad in grads]
+        else:
+            grads = _gradients(ctx, g)
         return (*grads, *(None,) * (len(ctx.needs_input_grad) - len(grads)))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise _no_transform("torch.vmap")
+        _refuse_transform("torch.vmap")
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise _no_transform("forward-mode differentiation")
+        _refuse_transform("forward-mode differentiation")
 
 
-def _refuse_mapped(x: Tensor) -> None:
-    if is_mapped(x):
-        raise _no_transform("torch.vmap")
-
-
-def _no_transform(name: str) -> TransformError:
-    return TransformError(
+def _refuse_transform(name: str) -> NoReturn:
+    raise TransformError(
         f"{name} (vmap, jvp, jacrev, jacfwd, hessian, per-sample gradients) of a sketched linear layer: one sketch"
         " stands for all rows of its input. Use model.eval(), ratio=1.0 with storage=None, or revert_linears(model)"
     )
 
 
-def _backward(ctx: Any, g: Tensor) -> list[Tensor | None]:
-    """The gradients of x, weight and bias, None where a gradient is not needed."""
-    # autograd.grad(is_grads_batched=True) passes a legacy batched tensor
-    if is_batched(g):
-        raise _no_transform("torch.vmap over gradients")
-    shared = ctx.kept[4]
-    if shared is not None:
-        shared.close()
-    # gradients are enabled here only with create_graph=True
-    if not torch.is_grad_enabled():
-        return _gradients(ctx, g)
-    with torch.no_grad():
-        grads = _gradients(ctx, g)
-    # create_graph=True is allowed as long as the gradients are not differentiated again
-    wanted = [grad for grad in grads if grad is not None]
-    refused = iter(_RefuseSecondDerivative.apply(g, ctx.saved_tensors[0], *wanted))
-    return [None if grad is None else next(refused) for grad in grads]
-
-
 def _gradients(ctx: Any, g: Tensor) -> list[Tensor | None]:
-    """`_backward` with gradients disabled."""
+    """The gradients of x, weight and bias, None where a gradient is not needed."""
     weight, valid, seed, *tensors = ctx.saved_tensors
     config, features, layout, looks, shared, left_out, beside = ctx.kept
     beside += left_out
@@ -486,16 +477,13 @@ def _weight_gradient(kept: _Kept, g: Tensor, need_bias: bool, dtype: torch.dtype
             part, _ = ops.grad_weight(beside, kept.seed, kept.beside, key, True, features, False, None)
             found = part.add_(found)
     if kept.left_out:
-        found = _with_rows_left_out(found, g, *kept.left_out)
+        # One left-out row stands for all: it adds zero if no left-out row carries a gradient.
+        number, row, times = kept.left_out
+        g_row = g.index_select(0, number)
+        # If the row carries no gradient, a NaN in x must not reach the product.
+        row = torch.where(g_row.any(), row, 0).to(found.dtype)
+        found = found.addmm_((g_row.to(found.dtype) * times).t(), row)
     return found.to(dtype), grad_bias if need_bias else None
-
-
-def _with_rows_left_out(grad_weight: Tensor, g: Tensor, number: Tensor, row: Tensor, times: Tensor) -> Tensor:
-    """Add the estimate of the left-out rows' part from one such row: zero if no left-out row carries a gradient."""
-    g_row = g.index_select(0, number)
-    # If the row carries no gradient, a NaN in x must not reach the product.
-    row = torch.where(g_row.any(), row, 0).to(grad_weight.dtype)
-    return grad_weight.addmm_((g_row.to(grad_weight.dtype) * times).t(), row)
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

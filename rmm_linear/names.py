@@ -37,18 +37,15 @@ def listed(items: list[str]) -> str:
 
 
 def in_output_head(model: nn.Module) -> set[nn.Module]:
-    """Find the modules of a model's output head."""
-    return {inner for head in _heads(model) for inner in head.modules()}
-
-
-def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of the output head: named by the model's own methods, or by their usual names."""
+    """Find the modules of a model's output head, by the model's own methods or by the usual names of heads."""
+    heads: list[nn.Module] = []
     for name, module in model.named_modules():
         is_model = hasattr(module, "get_output_embeddings") or hasattr(module, "get_classifier")
         if is_model:
-            yield from _named_by_model(module)
+            heads += _named_by_model(module)
         if is_model or strip_wrappers(name) == "":
-            yield from (child for child_name, child in module.named_children() if child_name in HEAD_NAMES)
+            heads += (child for child_name, child in module.named_children() if child_name in HEAD_NAMES)
+    return {inner for head in heads for inner in head.modules()}
 
 
 def _named_by_model(model: nn.Module) -> Iterator[nn.Module]:

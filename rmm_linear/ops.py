@@ -165,16 +165,8 @@ def grad_weight(
 
 
 @torch.library.register_fake("rmm_linear::grad_weight")
-def _(
-    g: Tensor,
-    seed: Tensor,
-    tensors: list[Tensor],
-    config: str,
-    beside: bool,
-    features: int,
-    need_bias: bool,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+def _(g: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, features, need_bias, dtype = others
     weight_dtype = accumulate_dtype(g.dtype) if dtype is None else dtype
     return g.new_empty((g.shape[1], features), dtype=weight_dtype), g.new_empty(g.shape[1] if need_bias else 0)
 
@@ -186,16 +178,8 @@ def _(x: tuple[int, int], seed: object, config: str, *args: Any, **kwargs: Any) 
 
 
 @register_flop_formula(torch.ops.rmm_linear.grad_weight)
-def _(
-    g: tuple[int, int],
-    seed: object,
-    tensors: object,
-    config: str,
-    beside: bool,
-    features: int,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
+def _(g: tuple[int, int], *others: Any, **kwargs: Any) -> int:
+    _, _, config, beside, features, *_ = others
     sketch = config_of(config).sketch_object
     rank, own = (g[0], 0) if beside else (sketch.rank(g[0]), sketch.multiply_adds(g[0]))
     return 2 * g[1] * (own + rank * features)

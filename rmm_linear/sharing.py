@@ -57,7 +57,7 @@ class SharedSketch:
     @property
     def is_over(self) -> bool:
         """Whether the sketch has been freed, or a backward pass has used it."""
-        return self.seed is not None and self.tensors(self.seed) is None
+        return self.seed is not None and self.tensors() is None
 
     def seed_or(self, seed: Tensor) -> Tensor:
         """Return the group's seed if its sketch is still alive; otherwise make this member's seed the group's."""
@@ -65,9 +65,9 @@ class SharedSketch:
             self.seed, self._parts = seed, None
         return self.seed
 
-    def tensors(self, seed: Tensor) -> tuple[tuple[Tensor, ...], ...] | None:
-        """Return the tensors made with a seed; None if there are none, some were freed, or the group is closed."""
-        if self._parts is None or seed is not self.seed:
+    def tensors(self) -> tuple[tuple[Tensor, ...], ...] | None:
+        """Return the tensors made with the seed; None if there are none, some were freed, or the group is closed."""
+        if self._parts is None:
             return None
         found = []
         for part in self._parts:
@@ -77,11 +77,10 @@ class SharedSketch:
             found.append(alive)
         return tuple(found)
 
-    def remember(self, seed: Tensor, *parts: tuple[Tensor, ...]) -> None:
-        """Remember the tensors that were made with a seed, without keeping them alive."""
-        if seed is self.seed:
-            # a weak reference to a tensor stays valid while a graph has saved the tensor
-            self._parts = [tuple(map(weakref.ref, part)) for part in parts]
+    def remember(self, *parts: tuple[Tensor, ...]) -> None:
+        """Remember the tensors that were made with the seed, without keeping them alive."""
+        # a weak reference to a tensor stays valid while a graph has saved the tensor
+        self._parts = [tuple(map(weakref.ref, part)) for part in parts]
 
     def close(self) -> None:
         """Close the group: a backward pass has used this S."""

@@ -39,6 +39,7 @@ from rmm_linear.paging import Pager, pager_for
 from rmm_linear.planning.bencheikh2024_double import check as check_spacing
 from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
 from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.graph import reached
 from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
 State = Any
@@ -138,8 +139,10 @@ def bptt_checkpoint(
     spacing = None if host_every is None or local_every is None else (host_every, local_every)
     if spacing is not None:
         check_spacing(*spacing)
-    if memory is not None:
-        _check_memory(memory)
+    is_share = isinstance(memory, float) and 0 < memory <= 1
+    is_size = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
+    if memory is not None and not is_share and not is_size:
+        raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a positive number of bytes")
     pager = None if page_to is None else pager_for(page_to, inputs.device)
     own = tuple(cell.parameters()) if isinstance(cell, nn.Module) else ()
     needed = tuple({id(tensor): tensor for tensor in (*own, *parameters) if tensor.requires_grad}.values())
@@ -148,29 +151,16 @@ def bptt_checkpoint(
         return run.plain(inputs, leaves)
     sizes = step_bytes(cell, inputs[0], state, parameters=parameters, preserve_rng_state=preserve_rng_state)
     run.pager = pager
+    budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory or 0
     if slots is not None:
         run.plan = plan_for_slots(run.steps, slots, sizes, strategy=strategy)
-    elif spacing is not None:
-        run.plan = plan_double(run.steps, *spacing, sizes)
+    elif pager is None:
+        run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
     else:
-        budget = int(memory * plain_bytes(run.steps, sizes)) if isinstance(memory, float) else memory
-        assert budget is not None
-        if pager is None:
-            run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
-        else:
-            run.plan = plan_double(run.steps, *spacing_for_bytes(budget, run.steps, sizes), sizes)
+        run.plan = plan_double(run.steps, *(spacing or spacing_for_bytes(budget, run.steps, sizes)), sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)
-
-
-def _check_memory(memory: float | int) -> None:
-    if isinstance(memory, bool) or not isinstance(memory, float | int):
-        raise ValueError(f"memory={memory!r} is neither a float in (0, 1] nor a number of bytes")
-    if isinstance(memory, float) and not 0 < memory <= 1:
-        raise ValueError(f"memory={memory!r} is not in (0, 1]; pass an int for a number of bytes")
-    if isinstance(memory, int) and memory <= 0:
-        raise ValueError(f"memory={memory!r} is no positive number of bytes")
 
 
 def step_bytes(
@@ -256,38 +246,24 @@ def _split(returned: Any, structure: pytree.TreeSpec) -> tuple[list[Tensor], lis
 def _check_leaves(roots: Sequence[Tensor], known: set[int], parameters: Sequence[Tensor]) -> None:
     """Refuse a graph that reaches tensors that need gradients and are not known."""
     # a parameter's own graph is not part of the step's
-    ends = {tensor.grad_fn for tensor in parameters if tensor.grad_fn is not None}
-    waiting = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    seen = set(ends)
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    ends = {None, *(tensor.grad_fn for tensor in parameters)}
+    first: set[Any] = {tensor.grad_fn for tensor in roots} - ends
+    for node in reached(first, lambda node: {each for each, _ in node.next_functions} - ends):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ValueError(
                 f"the cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is not among its"
                 " parameters; pass it, or a tensor computed from it, as `parameters`"
             )
-        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def _uses_some_twice(nodes: Sequence[Any], parameters: Sequence[Tensor]) -> bool:
     """Whether a step's graph reaches one of the parameters by more than one edge."""
     ends = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, parameters)}
-    reached: set[Any] = set()
-    waiting, seen = list(nodes), set(nodes) | {node for node, _ in ends}
-    while waiting:
-        for edge in waiting.pop().next_functions:
-            if edge in ends:
-                if edge in reached:
-                    return True
-                reached.add(edge)
-            elif edge[0] is not None and edge[0] not in seen:
-                seen.add(edge[0])
-                waiting.append(edge[0])
-    return False
+    outside = {None, *(node for node, _ in ends)}
+    inside = reached(nodes, lambda node: {each for each, _ in node.next_functions} - outside)
+    edges = [edge for node in inside for edge in node.next_functions if edge in ends]
+    return len(set(edges)) < len(edges)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -382,7 +358,13 @@ class _Run:
             latest = target
             while latest not in self.states and latest not in self.paged:
                 latest -= 1
-            leaves, generators = self.states[latest] if latest in self.states else self._fetched(latest)
+            if latest in self.states:
+                leaves, generators = self.states[latest]
+            else:
+                assert self.pager is not None
+                fetched, count = self.pager.take(self.paged.pop(latest)), self.structure.num_leaves
+                leaves, generators = fetched[:count], tuple(fetched[count:])
+                del fetched
         if outputs is None and self.preserve_rng_state:
             self.generators.set(generators)
         with torch.no_grad(), self._as_in_forward():
@@ -479,13 +461,6 @@ class _Run:
             self.states[number] = _State(leaves, other if is_same else now)
         self.pins[number] = self.pins.get(number, 0) + 1
 
-    def _fetched(self, number: int) -> _State:
-        """Return a state from the pager, and remove it there."""
-        assert self.pager is not None
-        found = self.pager.take(self.paged.pop(number))
-        count = self.structure.num_leaves
-        return _State(found[:count], tuple(found[count:]))
-
     def _unpin(self, number: int) -> None:
         self.pins[number] -= 1
         if not self.pins[number]:
@@ -555,11 +530,8 @@ class _Gradients:
             roots += [(parameter, total) for parameter, total in known if total is not None]
         wanted = [*([step.input] if step.input.requires_grad else []), *self._parameters]
         wanted += [leaf for leaf in step.state if leaf.requires_grad]
-        found: list[Tensor | None] = list(
-            torch.autograd.grad(
-                [root for root, _ in roots], wanted, [gradient for _, gradient in roots], allow_unused=True
-            )
-        )
+        edges, given = zip(*roots, strict=True)
+        found: list[Tensor | None] = list(torch.autograd.grad(edges, wanted, given, allow_unused=True))
         if self.of_inputs is not None and step.input.requires_grad:
             of_input = found.pop(0)
             if of_input is not None:

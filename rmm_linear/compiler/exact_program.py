@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.paging import Pager, pager_for
+from rmm_linear.planning.graph import reached
 from rmm_linear.planning.schedule import Schedule, Step, end_of_forward, hand_over_places, validate
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -312,18 +313,9 @@ class _Writer:
 
     def _lies_in(self, view: fx.Node) -> tuple[set[int], set[fx.Node]]:
         """The storages, or the inputs, that a view lies in."""
-        storages: set[int] = set()
-        inputs: set[fx.Node] = set()
-        waiting = [view]
-        while waiting:
-            node = waiting.pop()
-            if node in self._storage_of:
-                storages.add(self._storage_of[node])
-            elif node.op == "placeholder":
-                inputs.add(node)
-            else:
-                waiting.extend(node.all_input_nodes)
-        return storages, inputs
+        nodes = reached([view], lambda node: () if node in self._storage_of else node.all_input_nodes)
+        inputs = {node for node in nodes if node.op == "placeholder"}
+        return {self._storage_of[node] for node in nodes if node in self._storage_of}, inputs
 
     def _argument(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):

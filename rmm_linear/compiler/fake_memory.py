@@ -52,10 +52,14 @@ def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) ->
     parameters, buffers, the batch. Their gradients are set to None.
     """
     # in this thread alone: others' dispatch is not seen
-    with torch.autograd.set_multithreading_enabled(False), _Alive(inputs) as alive:
-        roots = run()
-        gradients = alive.gradients_from_outside(roots)
-        with autocast_as((), {tensor.device.type for tensor in inputs}):
+    alive = _Alive(inputs)
+    with torch.autograd.set_multithreading_enabled(False):
+        with alive:
+            roots = run()
+        # the gradients of the results come from outside
+        gradients = [torch.ones_like(root) for root in roots]
+        alive.outside.update(gradient.untyped_storage()._cdata for gradient in gradients)
+        with alive, autocast_as((), {tensor.device.type for tensor in inputs}):
             torch.autograd.backward(list(roots), gradients)
     for tensor in inputs:
         if tensor.is_leaf:
@@ -68,7 +72,7 @@ class _Alive(TorchDispatchMode):
 
     def __init__(self, outside: Sequence[Tensor]) -> None:
         super().__init__()
-        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self.outside = {tensor.untyped_storage()._cdata for tensor in outside}
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._now = 0
         self.peak_bytes = 0
@@ -77,7 +81,7 @@ class _Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._outside and storage._cdata not in self._alive:
+            if storage._cdata not in self.outside and storage._cdata not in self._alive:
                 size_bytes = real_bytes(func, tensors_in((args, kwargs)), tensor)
                 gone = functools.partial(self._forget, storage._cdata, size_bytes)
                 self._alive[storage._cdata] = weakref.ref(storage, gone)
@@ -85,17 +89,6 @@ class _Alive(TorchDispatchMode):
         own = known_workspace_bytes(func, args, kwargs or {})
         self.peak_bytes = max(self.peak_bytes, self._now + own)
         return result
-
-    def gradients_from_outside(self, roots: Sequence[Tensor]) -> list[Tensor]:
-        peak_bytes = self.peak_bytes
-        gradients = [torch.ones_like(root) for root in roots]
-        for gradient in gradients:
-            storage = gradient.untyped_storage()
-            self._outside.add(storage._cdata)
-            del self._alive[storage._cdata]
-            self._now -= storage.nbytes()
-        self.peak_bytes = peak_bytes
-        return gradients
 
     def _forget(self, memory: int, size_bytes: int, _: Any) -> None:
         del self._alive[memory]

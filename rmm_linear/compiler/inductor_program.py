@@ -111,7 +111,11 @@ def compiled_program(
     windows = windows_of(capture.graph, schedule, cut, limit_bytes, are_loops, expects_fusion=expects_fusion)
     # without ops in the backward pass, gradients that are views of the results' gradients still follow the forward pass
     windows.append(windows[-1] + 1)
-    joint = _decomposed(_in_order(capture, schedule, cut))
+    ordered = _in_order(capture, schedule, cut)
+    values = [node.meta["val"] for node in ordered.graph.nodes if node.op == "placeholder"]
+    # Inductor's ops keep the order; nodes keep their step, and the ops that kernels are named by
+    with fake_mode_of(values), fx.traceback.preserve_node_meta():
+        joint = make_fx(fx.Interpreter(ordered).run, decomposition_table=dict(decompositions()))(*values)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]
@@ -246,13 +250,6 @@ def _in_order(capture: Capture, schedule: Schedule, cut: int) -> fx.GraphModule:
     ends += [value(end) for end in capture.gradients if end is not None]
     graph.output(tuple(ends))
     return fx.GraphModule(capture.module, graph)
-
-
-def _decomposed(joint: fx.GraphModule) -> fx.GraphModule:
-    """The graph in Inductor's ops, in the same order; nodes keep their step, and the ops that kernels are named by."""
-    values = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    with fake_mode_of(values), fx.traceback.preserve_node_meta():
-        return make_fx(fx.Interpreter(joint).run, decomposition_table=dict(decompositions()))(*values)
 
 
 def _step(node: fx.Node) -> int:

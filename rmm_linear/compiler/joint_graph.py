@@ -66,7 +66,6 @@ class Capture:
         has_gradient: For each result, whether it requires a gradient in the plain step.
         gradients: The node of each input's gradient, None where there is none.
         updates: Pairs of an input's index and the node of its new contents.
-        names: A name for each input, for people.
         returned: The results of the traced graph, in order.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
@@ -87,7 +86,6 @@ class Capture:
     has_gradient: tuple[bool, ...]
     gradients: tuple[fx.Node | None, ...]
     updates: tuple[tuple[int, fx.Node], ...]
-    names: tuple[str, ...]
     returned: tuple[Returned, ...]
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
@@ -247,7 +245,6 @@ class _Reading:
             has_gradient=self.traced.has_gradient,
             gradients=gradients,
             updates=updates,
-            names=self.traced.names,
             returned=self.traced.returned,
             module=self._joint,
             coding=coding,
@@ -440,8 +437,10 @@ class _Reading:
             raise CaptureError(
                 f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
             )
-        is_random = torch.Tag.nondeterministic_seeded in tags
-        state_bytes = _state_bytes(node) if is_random else 0
+        is_random, state_bytes = torch.Tag.nondeterministic_seeded in tags, 0
+        if is_random:
+            device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")
+            state_bytes = torch.get_rng_state().nbytes if device == "cpu" else _DEVICE_STATE_BYTES
         # seeds and the like are smaller than the random state that a second computation would need
         is_worth_it = not is_random or (
             not self.for_inductor and sum(self._storages[index].size_bytes for index in writes) > state_bytes
@@ -514,11 +513,6 @@ def _fingerprint(joint: fx.GraphModule) -> str:
         kinds = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors_of(node)]
         found.update(f"{node} {node.op} {node.target} {node.args} {node.kwargs} {kinds}\n".encode())
     return found.hexdigest()
-
-
-def _state_bytes(node: fx.Node) -> int:
-    device = next((tensor.device.type for tensor in tensors_of(node)), "cpu")
-    return torch.get_rng_state().nbytes if device == "cpu" else _DEVICE_STATE_BYTES
 
 
 def _packet(node: fx.Node) -> str:

@@ -187,7 +187,6 @@ class _Pass:
         self._versions: list[tuple[str, Tensor, int]] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the forward part."""
         with as_kernels(self.runner.device_types):
             results, updates, self.saved = self.runner.program.forward(inputs)
         if self._again is not None:

@@ -112,7 +112,9 @@ def convert_linears(
             if layer.name in useless:
                 setattr(layer.module, LEFT_EXACT, useless[layer.name])
         else:
-            _to_sketched(layer.module)
+            for exact in convertible_classes():
+                if isinstance(layer.module, exact) and not isinstance(layer.module, SketchedLayer):
+                    _swap(layer.module, exact, sketched_class(exact))
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
     unusual = [other for other in others if selection.is_meant(other[0])]
@@ -216,12 +218,11 @@ def _useless(model: nn.Module, plan: list[Planned], sample: object) -> dict[str,
 
 def _is_time_first(model: nn.Module) -> bool:
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    for module in model.modules():
-        if isinstance(module, kinds) and not module.self_attn.batch_first:
-            return True
-        if getattr(getattr(module, "config", None), "model_type", None) in TIME_FIRST:
-            return True
-    return False
+    return any(
+        (isinstance(module, kinds) and not module.self_attn.batch_first)
+        or getattr(getattr(module, "config", None), "model_type", None) in TIME_FIRST
+        for module in model.modules()
+    )
 
 
 def revert_linears(model: nn.Module) -> nn.Module:
@@ -251,13 +252,6 @@ def _with_base(kind: type, old: type, new: type) -> type:
         # the inverse key gives FSDP2's own class back
         _SHARDED_CLASSES[made, new, old] = kind
     return _SHARDED_CLASSES[key]
-
-
-def _to_sketched(module: nn.Module) -> None:
-    """Change the class of a convertible layer to the sketched class; the caller then sets its `rmm_config`."""
-    for exact in convertible_classes():
-        if isinstance(module, exact) and not isinstance(module, SketchedLayer):
-            _swap(module, exact, sketched_class(exact))
 
 
 def _swap(module: nn.Module, old: type, new: type) -> None:

@@ -112,8 +112,6 @@ def random_batch(model: nn.Module, *, batch: int, length: int, device: str = "cp
     if type(model).__name__.endswith("TokenClassification"):
         return {main: values, "labels": values % config.num_labels}
     of_tokens = not is_of_images and not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
-    return {main: values} | _labels(model, values if of_tokens else torch.zeros(batch, dtype=torch.long, device=device))
-
-
-def _labels(model: nn.Module, labels: Tensor) -> dict[str, Tensor]:
-    return {"labels": labels} if "labels" in inspect.signature(model.forward).parameters else {}
+    labels = values if of_tokens else torch.zeros(batch, dtype=torch.long, device=device)
+    has_labels = "labels" in inspect.signature(model.forward).parameters
+    return {main: values} | ({"labels": labels} if has_labels else {})

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rmm_linear.integrations.hf_trainer import callback_states, trainer_of
 from rmm_linear.integrations.replaced_loss import ReplacedLoss
 from rmm_linear.norm_cache import NormCache
-
-try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ImportError as error:
-    raise ImportError('NormCacheCallback needs transformers: pip install "rmm-linear[hf]"') from error
-
 
 # The state's key in a checkpoint's trainer_state.json.
 _STATE_KEY = "rmm_norm_cache"

@@ -27,10 +27,9 @@ def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         if collects:
             gc.enable()
     assert log.profiler is not None
-    events = [
-        event
-        for event in log.profiler.kineto_results.events()
+    changes = [
+        event.nbytes()
+        for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns())
         if event.name() == "[memory]" and str(event.device_type()).lower().endswith(device.type)
     ]
-    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     return max(accumulate(changes, initial=0))

@@ -80,7 +80,7 @@ class _Recorder(WatchedModules):
         self._groups = InputGroups()
         # nodes of modules' outputs: the model's output need not depend on all of them
         self._nodes: list[Any] = []
-        self._group_numbers: list[SharedSketch] = []
+        self._group_numbers: dict[SharedSketch, int] = {}
 
     def _pack(self, tensor: Tensor) -> tuple[Any, ...]:
         storages = tuple(self._kept.add(each) for each in storages_of(tensor) if each not in self._excluded)
@@ -135,6 +135,7 @@ class _Recorder(WatchedModules):
             if isinstance(x, Tensor):
                 call = len(self.calls)
                 dtype = compute_dtype(x)
+                group = self._groups.find(x, module, None, dtype) or SharedSketch()
                 known = LinearCall(
                     layer=name,
                     rows=x.numel() // max(1, x.shape[-1]),
@@ -143,19 +144,13 @@ class _Recorder(WatchedModules):
                     out_features=features(module)[1],
                     dtype=_name_of(dtype),
                     status=KEPT if module.training else EVALUATING,
-                    group=self._group_of(x, module),
+                    group=self._group_numbers.setdefault(group, len(self._group_numbers)),
                     stays=self._stays[module],
                     is_free=is_free_to_keep(x, dtype),
                 )
                 weight: Any = module.weight
                 self.calls.append(_Call(known, module, weight.requires_grad))
         self._running.append((name, module, call))
-
-    def _group_of(self, x: Tensor, module: nn.Module) -> int:
-        group = self._groups.find(x, module, None, compute_dtype(x)) or SharedSketch()
-        if group not in self._group_numbers:
-            self._group_numbers.append(group)
-        return self._group_numbers.index(group)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         if is_adapted(module):
@@ -180,7 +175,6 @@ class _Recorder(WatchedModules):
         return self
 
     def report(self) -> MemoryReport:
-        """Make the report from the records."""
         place = {key: number for number, key in enumerate(self._kept.sizes)}
         keepers: dict[StorageWeakRef, list[Keeper]] = {key: [] for key in place}
         devices: dict[StorageWeakRef, str] = {}

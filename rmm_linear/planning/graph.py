@@ -18,10 +18,13 @@ load of storage i has the number `len(ops) + i`.
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Plans on disk are of the graphs of this version.
 _VERSION = 2
@@ -219,6 +222,18 @@ class Graph:
             del op["temporary_bytes"]
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return the starts and all that they lead to, step by step; `following` says where each of these leads."""
+    found: set[T] = set()
+    waiting = list(starts)
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting += following(each)
+    return found
 
 
 def _check_fields(part: Op | Storage | Graph, where: str) -> None:

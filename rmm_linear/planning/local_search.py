@@ -235,7 +235,6 @@ class _Place:
                 self._last_use[index] = use
 
     def changes(self) -> Iterator[_Change]:
-        """Yield the changes."""
         yield from self._computed_again()
         yield from self._outputs_later()
         yield from self._readers_earlier()

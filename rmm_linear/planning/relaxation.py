@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rmm_linear.planning.coding import Coding
-from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.graph import Graph, reached
 from rmm_linear.planning.simulate import bytes_of_order
 
 # Moments that are looked at beside the end of the forward pass: backward ops during which the plain program holds most.
@@ -204,14 +204,7 @@ def _forward_reads(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 def _with_ancestors(graph: Graph, storages: Iterable[int]) -> set[int]:
     """Storages, and all that their ops read, directly or not."""
-    found: set[int] = set()
-    waiting = list(storages)
-    while waiting:
-        index = waiting.pop()
-        if index not in found:
-            found.add(index)
-            waiting += graph.ops[graph.writer[index]].reads
-    return found
+    return reached(storages, lambda index: graph.ops[graph.writer[index]].reads)
 
 
 def _bytes_of(graph: Graph, op: int) -> int:

@@ -196,13 +196,10 @@ def _sum_of_squared_norms(x: Tensor, g: Tensor, count: int) -> float:
     for part_x, part_g in zip(x.chunk(count), g.chunk(count), strict=True):
         # leave out padding, whose rows of x may be NaN
         rows = row_squares(part_g, dtype).nonzero().squeeze(1)
-        total += _squared_norm(*(part.index_select(0, rows).to(dtype) for part in (part_x, part_g)))
+        a, b = (part.index_select(0, rows).to(dtype) for part in (part_x, part_g))
+        # by the smaller product: g^T x, or the Gram matrices of the rows
+        if rows.numel() * (x.shape[1] + g.shape[1]) < x.shape[1] * g.shape[1]:
+            total += float((product(a, a.t()).double() * product(b, b.t())).sum())
+        else:
+            total += float(product(b.t(), a).double().square().sum())
     return total
-
-
-def _squared_norm(x: Tensor, g: Tensor) -> float:
-    """||g^T x||_F^2 by the smaller product: g^T x, or the Gram matrices of the rows."""
-    (rows, features), outputs = x.shape, g.shape[1]
-    if rows * (features + outputs) < features * outputs:
-        return float((product(x, x.t()).double() * product(g, g.t())).sum())
-    return float(product(g.t(), x).double().square().sum())

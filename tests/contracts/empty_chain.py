@@ -1,6 +1,9 @@
 """A chain that does nothing but count: what actions take, and whether they come in turn."""
 
+from math import comb
 from typing import NamedTuple
+
+from rmm_linear.planning.strategies.griewank2000_revolve import repetitions
 
 
 class Taken(NamedTuple):
@@ -63,3 +66,9 @@ def run_actions(actions, stages, *, internal_units=1):
     if waiting != -1:
         raise ValueError(f"stage {waiting} is never reversed")
     return Taken(forward, states, internals, units)
+
+
+def fewest_forward_steps(steps, slots):
+    """The fewest forward steps that reverse a chain, by Revolve's theorem; differentiated steps are included."""
+    r = repetitions(steps, slots)
+    return steps + r * steps - (comb(slots + r, r - 1) if r else 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.sketches import STORAGES
 from rmm_linear.variance import gradient_noise, measure_sketch_variance
-from rmm_linear.variance.gradient_noise import _squared_norm
+from rmm_linear.variance.gradient_noise import _sum_of_squared_norms
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
 SEQUENCES = 3
@@ -50,7 +50,7 @@ def test_minibatch_variances_are_sample_variances(pair):
 def test_sample_gradients_have_their_norms_by_either_way(shape):
     rows, features, outputs = shape
     x, g = torch.randn(rows, features).double(), torch.randn(rows, outputs).double()
-    assert _squared_norm(x, g) == pytest.approx(float((g.t() @ x).square().sum()))
+    assert _sum_of_squared_norms(x, g, 1) == pytest.approx(float((g.t() @ x).square().sum()))
 
 
 @pytest.mark.montecarlo

@@ -30,6 +30,7 @@ from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
+from rmm_linear.planning.graph import reached
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.detach.default}
@@ -249,12 +250,7 @@ def _regions(step: Step, u: fx.Node, members: Sequence[fx.Node]) -> list[Region]
 
 def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx.Node]) -> Function:
     """Read a function from the nodes that compute it; casts between floats are left out."""
-    found: set[fx.Node] = set()
-    waiting = [end]
-    while waiting:
-        node = waiting.pop()
-        found.add(node)
-        waiting += [each for each in node.all_input_nodes if each in inside and each is not u and each not in found]
+    found = reached([end], lambda node: [each for each in node.all_input_nodes if each in inside and each is not u])
     places: dict[fx.Node | None, Any] = {u: Place("u"), gradient: Place("gradient")}
     ops = []
     for number, node in enumerate(sorted(found)):

@@ -38,8 +38,14 @@ def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collecti
     """
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:
-        if is_linear(read) and step.is_float(read.source) and step.memories(read.source) == {step.base[read.source]}:
-            found.setdefault(_whole(step, read.source), []).append(read)
+        source = read.source
+        if is_linear(read) and step.is_float(source) and step.memories(source) == {step.base[source]}:
+            count = shape_of(source).numel()
+            # the first tensor that the source is a view of, and that has no more elements
+            *_, whole = (
+                each for each in ancestors(step, source) if step.is_float(each) and shape_of(each).numel() == count
+            )
+            found.setdefault(whole, []).append(read)
     for node, own in found.items():
         is_attention = is_output(step.base[node]) or any(read.reader.target in FUSED for read in own)
         kind, size = ("attention", bits.attention) if is_attention else ("linear", bits.linear)
@@ -48,12 +54,3 @@ def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collecti
         shape = Shape.of(node.meta["val"])
         if size and shape is not None:
             yield Rewrite(Code(node, kind, 8 if needs_eight else size, shape))
-
-
-def _whole(step: Step, source: fx.Node) -> fx.Node:
-    """The first tensor that the source is a view of, and that has no more elements."""
-    whole = source
-    for node in ancestors(step, source):
-        if step.is_float(node) and shape_of(node).numel() == shape_of(source).numel():
-            whole = node
-    return whole

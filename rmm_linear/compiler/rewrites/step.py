@@ -12,6 +12,7 @@ from rmm_linear.autocasting import autocast_as
 from rmm_linear.compiler.costs import described, tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
+from rmm_linear.planning.graph import reached
 
 # Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
 _LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "put", "take"}
@@ -96,15 +97,8 @@ class Step:
 
     def leads_to(self, first: fx.Node, last: fx.Node) -> bool:
         """Tell whether an op depends on another one through gradients."""
-        waiting, seen = [first], {first}
-        while waiting:
-            for user in waiting.pop().users:
-                if user is last:
-                    return True
-                if user not in seen and self.number.get(user, math.inf) < self.number[last]:
-                    seen.add(user)
-                    waiting.append(user)
-        return False
+        end = self.number[last]
+        return last in reached([first], lambda node: [u for u in node.users if self.number.get(u, math.inf) <= end])
 
     def bent(self, readers: Collection[fx.Node]) -> Iterator[fx.Node]:
         """Yield ops that are not linear in noisy gradients that they read, so that their results are biased.

@@ -37,13 +37,10 @@ class Strategy(ABC):
 
     def frontier(self, graph: Graph) -> tuple[Proposal, ...]:
         """Return the proposals that no other one beats in both peak and cost, the plain program among them."""
-        proposals: dict[tuple[int, ...], Proposal] = {}
-        for order in (range(len(graph.ops)), *self.orders(graph)):
-            key = tuple(order)
-            if key not in proposals:
-                proposals[key] = Proposal(*peak_and_cost(graph, key), key)
+        orders = dict.fromkeys(map(tuple, (range(len(graph.ops)), *self.orders(graph))))
+        proposals = (Proposal(*peak_and_cost(graph, order), order) for order in orders)
         best: list[Proposal] = []
-        for proposal in sorted(proposals.values(), key=lambda p: (p.cost, p.peak_bytes, p.order)):
+        for proposal in sorted(proposals, key=lambda p: (p.cost, p.peak_bytes, p.order)):
             if not best or proposal.peak_bytes < best[-1].peak_bytes:
                 best.append(proposal)
         return tuple(best)

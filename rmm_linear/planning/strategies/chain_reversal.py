@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.graph import Graph, reached
 from rmm_linear.planning.strategies.segments import crossing_storages
 
 
@@ -189,14 +189,11 @@ def order_of_actions(view: ChainView, actions: Iterable[Action]) -> list[int]:
     first_pass = True
     now: set[int] = set()
 
+    def missing(targets: Iterable[int]) -> list[int]:
+        return [graph.writer[index] for index in targets if not kept[index] and index not in now]
+
     def bring(targets: Iterable[int]) -> None:
-        waiting = [index for index in targets if not kept[index] and index not in now]
-        again: set[int] = set()
-        while waiting:
-            op = graph.writer[waiting.pop()]
-            if op not in again:
-                again.add(op)
-                waiting.extend(index for index in graph.ops[op].reads if not kept[index] and index not in now)
+        again = reached(missing(targets), lambda op: missing(graph.ops[op].reads))
         order.extend(sorted(again))
         now.update(index for op in again for index in graph.ops[op].writes)
 

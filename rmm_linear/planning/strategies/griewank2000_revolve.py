@@ -47,15 +47,6 @@ def repetitions(steps: int, slots: int) -> int:
     return found
 
 
-def forward_steps(steps: int, slots: int) -> int:
-    """Return the fewest forward steps that reverse a chain: t + r t - binom(m + r, r - 1).
-
-    The first pass and the steps that are differentiated are included.
-    """
-    r = repetitions(steps, slots)
-    return steps + r * steps - (comb(slots + r, r - 1) if r else 0)
-
-
 def split(steps: int, slots: int) -> int:
     """Return after how many steps to store the next snapshot; there are at least two steps and two snapshots.
 
@@ -68,7 +59,7 @@ def split(steps: int, slots: int) -> int:
 
 
 def revolve(steps: int, slots: int) -> Iterator[Action]:
-    """Write the optimal schedule for a chain, of `forward_steps(steps, slots)` forward steps.
+    """Write a schedule for a chain, of the fewest forward steps.
 
     Raises:
         ValueError: If there is less than one step or snapshot.
@@ -104,8 +95,6 @@ class Revolve(Strategy):
     """Griewank & Walther 2000: binomial checkpointing of a chain of stages.
 
     Examples:
-        >>> forward_steps(1000, 10)
-        4636
         >>> [f"{action.kind} {action.stage}" for action in revolve(3, 2)]
         ['hold 1', 'reverse 2', 'reverse 1', 'release 1', 'reverse 0']
     """

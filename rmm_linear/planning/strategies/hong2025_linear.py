@@ -26,7 +26,7 @@ Both grow as j grows and as i falls, and that is all that the O(n) algorithm nee
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.strategies.base import Strategy
@@ -37,20 +37,8 @@ _ALL_UP_TO = 12
 _CAPS = 48
 
 
-class Checkpoints(NamedTuple):
-    """The best checkpoints of a chain.
-
-    Attributes:
-        bytes_needed: The objective's value.
-        layers: The checkpoints, rising.
-    """
-
-    bytes_needed: int
-    layers: tuple[int, ...]
-
-
-def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> Checkpoints:
-    """Choose the cheapest checkpoints under a cap on the bytes between them, neither counted, in O(n).
+def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> tuple[int, ...]:
+    """Choose the cheapest checkpoints, rising, under a cap on the bytes between them, neither counted, in O(n).
 
     `prices` are the bytes that each layer takes if it is kept; the last layer is a checkpoint.
 
@@ -80,11 +68,11 @@ def fewest_kept_bytes(sizes: Sequence[int], prices: Sequence[int], cap: int) -> 
     while j:
         layers.append(j - 1)
         j = previous[j]
-    return Checkpoints(total[-1], tuple(reversed(layers)))
+    return tuple(reversed(layers))
 
 
-def least_peak(sizes: Sequence[int]) -> Checkpoints:
-    """Minimise the peak of the backward pass over a chain, in O(n): return M(0), and checkpoints that reach it.
+def least_peak(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Minimise the peak of the backward pass over a chain, in O(n): return checkpoints that reach M(0), rising.
 
     Of two candidates j < j' for the checkpoint after i, j' is worth looking at only if M(j') < M(j), for U grows with
     j. So candidates stand in a queue, M falling from left to right. As i falls, U grows, and the best candidate, where
@@ -92,8 +80,8 @@ def least_peak(sizes: Sequence[int]) -> Checkpoints:
     The first and the last layer are checkpoints.
 
     Examples:
-        >>> [least_peak([1] * n).bytes_needed for n in (100, 400, 1600)]
-        [17, 31, 60]
+        >>> least_peak([1] * 16)
+        (0, 5, 9, 12, 14, 15)
 
     Raises:
         ValueError: If there is no layer, or a size is negative.
@@ -132,7 +120,7 @@ def least_peak(sizes: Sequence[int]) -> Checkpoints:
     layers = [0]
     while layers[-1] != last:
         layers.append(following[layers[-1]])
-    return Checkpoints(peaks[0], tuple(layers))
+    return tuple(layers)
 
 
 def _check(sizes: Sequence[int]) -> None:
@@ -160,8 +148,8 @@ class HongLinear(Strategy):
 def _cuts(graph: Graph) -> Iterator[tuple[int, ...]]:
     prices, sizes = crossing_bytes(graph)[1:], written_bytes(graph)
     # a chain's checkpoint is no part of a segment; here any storage may cross a cut, and counts twice
-    cheapest = (fewest_kept_bytes(sizes, prices, cap).layers for cap in _caps(sizes))
-    for layers in (least_peak(prices).layers, *cheapest):
+    cheapest = (fewest_kept_bytes(sizes, prices, cap) for cap in _caps(sizes))
+    for layers in (least_peak(prices), *cheapest):
         yield tuple(layer + 1 for layer in layers if layer + 1 < graph.forward_count)
 
 

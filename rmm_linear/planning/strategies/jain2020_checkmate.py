@@ -247,7 +247,6 @@ class Program:
                 yield variable, self._graph.ops[op].cost / self._graph.cost
 
     def _price(self, order: Sequence[int]) -> tuple[int, float]:
-        """Peak and cost of an order."""
         return peak_and_cost(self._graph, order)
 
     def _orders(self, runs: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

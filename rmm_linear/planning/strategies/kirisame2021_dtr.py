@@ -21,7 +21,7 @@ budget is met is not monotone in it, so that smaller budgets are tried until sev
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from rmm_linear.planning.graph import Graph
+from rmm_linear.planning.graph import Graph, reached
 from rmm_linear.planning.schedule import end_of_forward, hand_over_places
 from rmm_linear.planning.simulate import plain_peak_bytes
 from rmm_linear.planning.strategies.base import Strategy
@@ -80,13 +80,7 @@ class ExactNeighbourhood(Neighbourhood):
         super().restore(index)
 
     def _reached(self, index: int, near: Sequence[frozenset[int]]) -> set[int]:
-        found: set[int] = set()
-        waiting = [index]
-        while waiting:
-            new = (near[waiting.pop()] & self._evicted) - found
-            found |= new
-            waiting += new
-        return found
+        return reached(near[index] & self._evicted, lambda other: near[other] & self._evicted)
 
     def _forget(self, index: int) -> None:
         for near in (self._before, self._after):

@@ -20,7 +20,6 @@ value is freed after its last use.
 """
 
 import math
-from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -285,14 +284,14 @@ def _quantum(costs: NDArray[np.float64], levels: int) -> float:
     return total / (levels - 1)
 
 
-class _LowerSets(Strategy):
+class Kusumoto2019Exact(Strategy):
+    """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
+
+    name: ClassVar[str] = "kusumoto2019_exact"
+    # the lower sets to look at: the empty one and all nodes are among them
+    family = staticmethod(all_lower_sets)
     # caps from the least feasible cap to a single block's, each in the same ratio to the cap before
     caps: ClassVar[int] = 24
-
-    @staticmethod
-    @abstractmethod
-    def family(nodes: NodeGraph) -> NDArray[np.bool_]:
-        """Return the lower sets to look at; the empty one and all nodes are among them."""
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
         """Propose the time-centric and the memory-centric plan of each cap."""
@@ -307,14 +306,7 @@ class _LowerSets(Strategy):
             yield from orders_of_segments(graph, segments)
 
 
-class Kusumoto2019Exact(_LowerSets):
-    """The exact program: all lower sets. For graphs of few of them: some ten nodes, or long and narrow."""
-
-    name: ClassVar[str] = "kusumoto2019_exact"
-    family = staticmethod(all_lower_sets)
-
-
-class Kusumoto2019Approximate(_LowerSets):
+class Kusumoto2019Approximate(Kusumoto2019Exact):
     """The approximate program: the ancestors of each node."""
 
     name: ClassVar[str] = "kusumoto2019_approximate"

@@ -98,7 +98,7 @@ class Program:
     def _add_runs(self, op: int) -> None:
         model, graph = self._model, self._graph
         written = graph.ops[op].writes
-        temporary = graph.bytes_while_running[op] - sum(graph.sizes[index] for index in written)
+        temporary = graph.ops[op].temporary_bytes
         last_result = max((graph.writer[index] for index in graph.results), default=-1)
         for run in range(self._count[op]):
             name = f"{op} {run}"

@@ -44,14 +44,13 @@ def least_peak_order(
         for earlier in edges:
             model.add(places[earlier] < places[op])
     intervals, heights = [], []
-    kept = {*graph.outputs}
     for index, writer in enumerate(graph.writer):
         end = model.new_int_var(0, count, f"end {index}")
         needed = {*graph.readers[index]}
         needed.update(op for op in range(count) if index in graph.freed and index in graph.ops[op].holds_back)
         if index in graph.results:
             needed.update(graph.writer[other] for other in graph.results)
-        if index in kept:
+        if index in graph.outputs:
             model.add(end == count)
         for reader in needed:
             model.add(end > places[reader])
@@ -60,10 +59,9 @@ def least_peak_order(
         intervals.append(model.new_interval_var(places[writer], length, end, f"lives {index}"))
         heights.append(graph.sizes[index])
     for op in range(count):
-        temporary = graph.bytes_while_running[op] - sum(graph.sizes[index] for index in graph.ops[op].writes)
-        if temporary > 0:
+        if graph.ops[op].temporary_bytes > 0:
             intervals.append(model.new_fixed_size_interval_var(places[op], 1, f"temporary {op}"))
-            heights.append(temporary)
+            heights.append(graph.ops[op].temporary_bytes)
         model.add_hint(places[op], op)
     plain = tuple(range(count))
     peak = model.new_int_var(0, plain_peak_bytes(graph), "peak")

@@ -1,18 +1,18 @@
 """Binomial checkpointing: the closed form, the split, and schedules that take what it says."""
 
 import pytest
-from empty_chain import run_actions
+from empty_chain import fewest_forward_steps, run_actions
 
 from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions
-from rmm_linear.planning.strategies.griewank2000_revolve import forward_steps, repetitions, revolve, split
+from rmm_linear.planning.strategies.griewank2000_revolve import repetitions, revolve, split
 from rmm_linear.planning.strategies.segments import segments_of_cuts
 
 
 def best_splits(steps, slots):
     costs = {
-        ahead: ahead + forward_steps(steps - ahead, slots - 1) + forward_steps(ahead, slots)
+        ahead: ahead + fewest_forward_steps(steps - ahead, slots - 1) + fewest_forward_steps(ahead, slots)
         for ahead in range(1, steps)
     }
     return {ahead for ahead, cost in costs.items() if cost == min(costs.values())}
@@ -28,7 +28,7 @@ def test_schedules_take_the_forward_steps_of_the_closed_form_and_no_more_snapsho
     for steps in range(1, 121):
         for slots in range(1, 13):
             taken = run_actions(revolve(steps, slots), steps)
-            assert taken.forward_steps == forward_steps(steps, slots), (steps, slots)
+            assert taken.forward_steps == fewest_forward_steps(steps, slots), (steps, slots)
             assert taken.most_states == min(slots, steps)
             assert taken.most_internals == 1
 
@@ -36,7 +36,7 @@ def test_schedules_take_the_forward_steps_of_the_closed_form_and_no_more_snapsho
 def test_long_chains_need_no_table():
     steps = 30_000
     taken = run_actions(revolve(steps, 60), steps)
-    assert taken.forward_steps == forward_steps(steps, 60)
+    assert taken.forward_steps == fewest_forward_steps(steps, 60)
     assert repetitions(steps, 60) == 3
     assert repetitions(40_000, 60) == 4
 
@@ -53,14 +53,14 @@ def test_each_snapshot_is_one_more_state_in_the_simulator(width):
 
 
 def test_known_values():
-    assert [forward_steps(1000, slots) for slots in (10, 20, 50, 100)] == [4636, 3747, 2948, 2898]
-    assert forward_steps(10, 1) == 55
+    assert [fewest_forward_steps(1000, slots) for slots in (10, 20, 50, 100)] == [4636, 3747, 2948, 2898]
+    assert fewest_forward_steps(10, 1) == 55
     # Griewank & Walther 2000: 10 steps, 3 snapshots, and each step twice at most beside the first pass
     assert repetitions(10, 3) == 2
     assert repetitions(11, 3) == 3
 
 
 def test_wrong_arguments_are_named():
-    for wrong in (lambda: forward_steps(0, 2), lambda: list(revolve(3, 0))):
+    for wrong in (lambda: fewest_forward_steps(0, 2), lambda: list(revolve(3, 0))):
         with pytest.raises(ValueError, match="at least"):
             wrong()

@@ -4,9 +4,9 @@ import itertools
 from functools import cache
 
 import pytest
-from empty_chain import run_actions
+from empty_chain import fewest_forward_steps, run_actions
 
-from rmm_linear.planning.strategies import griewank2000_revolve as revolve
+from rmm_linear.planning.strategies.chain_reversal import Action
 from rmm_linear.planning.strategies.gruslys2016_bptt import actions, tabulated
 
 
@@ -70,7 +70,7 @@ def test_tables_equal_exhaustive_search(kind, alpha, memories):
 def test_hidden_states_equal_the_closed_form():
     table = tabulated("hsm", 120, 12)
     for steps, slots in itertools.product(range(1, 121), range(1, 13)):
-        assert table.forward_steps[slots, steps] == revolve.forward_steps(steps, slots), (steps, slots)
+        assert table.forward_steps[slots, steps] == fewest_forward_steps(steps, slots), (steps, slots)
 
 
 def recursive(kind, alpha=1, input_units=0):
@@ -132,4 +132,4 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="not in the table"):
         list(actions(tabulated("ism", 5, 2), 6, 2))
     with pytest.raises(ValueError, match="turn of"):
-        run_actions([revolve.Action("reverse", 0)], 2)
+        run_actions([Action("reverse", 0)], 2)
