@@ -282,7 +282,7 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        function = _reshaped if self._sources[node] and node.target in _VIEWS else _as_in_place(node)
+        function = _reshaped if node.target in _VIEWS else _as_in_place(node)
         return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node) -> str:

@@ -640,6 +640,25 @@ def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
         assert read.target.is_view, read.target
 
 
+def test_a_mask_of_dropout_that_lies_transposed_is_coded():
+    """Op by op, as in eager mode, a mask lies as the tensor that it drops from."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, norm_first=True)
+    x = torch.randn(8, 64, 32)
+
+    def step(kind):
+        # each of them draws one seed: the masks are the same
+        torch.manual_seed(1)
+        loss = compiled(model, bits={kind: 8})(x).square().mean()
+        return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+    loss, expected = step("norm")
+    coded_loss, found = step("linear")
+    assert coded_loss == loss
+    for gradient, other in zip(found, expected, strict=True):
+        assert (gradient - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.grid)])
 def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
     torch.manual_seed(0)
