@@ -38,7 +38,8 @@ from rmm_linear.candidates import (
     table,
 )
 from rmm_linear.checkpointing.planned import PlannedStep, refuse_planned, remove_checkpointing
-from rmm_linear.compiler.backend import Options, with_page_cost
+from rmm_linear.compiler.backend import Options, Variant, with_page_cost
+from rmm_linear.compiler.costs import unit_of
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.partial_coding import PartialCoding
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError
@@ -101,6 +102,7 @@ class Fit:
     executor: str
     bounds: Mapping[str, PartialCoding] = field(repr=False)
     least_time: float | None
+    _variant: Variant = field(repr=False)
 
     @property
     def plain_bytes(self) -> int:
@@ -110,9 +112,7 @@ class Fit:
     @property
     def plan(self) -> CheckpointPlan:
         """The plan of kept, coded and recomputed tensors: the compiled step's, once the sample's shapes ran."""
-        plan = self.chosen.plan
-        assert plan is not None
-        return next((each for each in self.step.plans if each.graph is plan.graph), plan)
+        return self._variant.plan
 
     @property
     def options(self) -> dict[str, Any]:
@@ -316,6 +316,7 @@ def fit(
         True
         >>> model(x).square().mean().backward()
     """
+    unit_of(costs)
     limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to, budget)
     asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
@@ -357,10 +358,10 @@ def fit(
     assert chosen.plan is not None
     # also without recomputation: batches of other shapes must fit as well
     taken = replace(step.group.options, budget=budget_bytes, **chosen.options)
-    step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
+    variant = step.take(taken, trials.captures[json.dumps(chosen.options)], chosen.plan)
     model._compiled_call_impl = step
-    bounds, least_time = trials.bounds, trials.least_time
-    return Fit(model, step, chosen, tuple(trials.candidates), plain, budget_bytes, limit, executor, bounds, least_time)
+    found = chosen, tuple(trials.candidates), plain, budget_bytes, limit, executor, trials.bounds, trials.least_time
+    return Fit(model, step, *found, variant)
 
 
 class _Trials:

@@ -14,7 +14,7 @@ from torch import nn
 from rmm_linear import fit, fitting
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
-from rmm_linear.compiler import backend, partial_coding, plans
+from rmm_linear.compiler import backend, costs, partial_coding, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.coding import Bits
@@ -177,6 +177,21 @@ def test_a_fit_with_timed_ops_tells_the_predicted_and_the_measured_time(batch, m
     assert f"{predicted}, not yet measured" in str(found)
     model(*batch).backward()
     assert f"{predicted}, measured 12.5 ms" in str(found)
+    found.remove()
+    # planned once more, for ops take longer now
+    monkeypatch.setattr(backend, "_APART", 0.15)
+    monkeypatch.setattr(costs, "_measured_ms", lambda *_: 1000.0)
+    found = fit(model, batch, "60%", noise=0, executor="exact", costs="ms")
+    monkeypatch.setattr(costs, "_measured_ms", lambda *_: 1.0)
+    model(*batch).backward()
+    assert found.plan.planned.cost < found.chosen.plan.planned.cost / 500
+    assert found.plan.measured_ms == 12.5
+
+
+def test_unknown_costs_are_refused_with_and_without_an_executor(batch):
+    for executor in ("exact", None):
+        with pytest.raises(ValueError, match="costs='seconds' is unknown"):
+            fit(_model(blocks=2), batch, "60%", executor=executor, costs="seconds")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.compiler.backend import Group, Options, Planned
+from rmm_linear.compiler.backend import Group, Options, Planned, Variant
 from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.torch_private import (
     OptimizedModule,
@@ -141,11 +141,12 @@ class PlannedStep:
             self.group.capture_only = False
         raise NothingToTrainError
 
-    def take(self, options: Options, capture: Capture, plan: CheckpointPlan) -> None:
+    def take(self, options: Options, capture: Capture, plan: CheckpointPlan) -> Variant:
         """Run from now on by a plan, made with these options, for the step that `capture` captured last."""
         self.group.options = options
         variant = self.group.variants()[-1]
         variant.capture, variant.plan, variant.runner = replace(capture, rewritten=None), plan, None
+        return variant
 
     def _on_failure(self, error: CaptureError) -> None:
         if self.group.capture_only:

@@ -327,10 +327,10 @@ class PlannedGraph:
         if variant.runner is None:
             with compile_lock():
                 if variant.runner is None:
-                    variant = self.variants[key] = self._compiled(variant, arguments, tensors)
-        assert variant.runner is not None
+                    self._compile(variant, arguments, tensors)
         self._group.runs += 1
         self._tell_of_calls()
+        assert variant.runner is not None
         return tuple(variant.runner(arguments))
 
     def belongs_to(self, target: Any) -> bool:
@@ -457,39 +457,44 @@ class PlannedGraph:
                 stacklevel=2,
             )
 
-    def _compiled(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant:
+    def _compile(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Compile a plan; where its step takes another time than predicted, time ops anew, and plan once more."""
-        self._make_runner(variant, tensors)
-        plan = variant.plan
-        if plan.measured_ms is None or not _are_apart(plan.measured_ms, plan.planned.cost):
-            return variant
-        forget_times()
-        with contextlib.suppress(InfeasibleBudgetError):
-            again = self._prepare(arguments, tensors)
-            # ops that take as long as before lead to the same plan
-            if again is not None and _are_apart(again.plan.planned.cost, plan.planned.cost):
-                again.plan = replace(again.plan, eager_peak_bytes=plan.eager_peak_bytes)
-                self._make_runner(again, tensors)
-                return min(again, variant, key=lambda each: each.plan.measured_ms or math.inf)
-        return variant
+        plan, runner = self._compiled(variant.capture, variant.plan, tensors)
+        if plan.measured_ms is not None and _are_apart(plan.measured_ms, plan.planned.cost):
+            forget_times()
+            with contextlib.suppress(InfeasibleBudgetError):
+                again = self._prepare(arguments, tensors)
+                # ops that take as long as before lead to the same plan
+                if again is not None and _are_apart(again.plan.planned.cost, plan.planned.cost):
+                    new, new_runner = replace(plan, graph=again.plan.graph, planned=again.plan.planned), runner
+                    if again.plan.schedule.order != plan.schedule.order:
+                        new, new_runner = self._compiled(again.capture, again.plan, tensors)
+                    if (new.measured_ms or math.inf) <= plan.measured_ms:
+                        plan, runner = replace(new, eager_peak_bytes=plan.eager_peak_bytes), new_runner
+        variant.plan = plan
+        # last: other threads run the step as soon as there is a runner
+        variant.runner = runner
 
-    def _make_runner(self, variant: Variant, tensors: Sequence[Tensor]) -> None:
-        program = self._program(variant, tensors)
-        variant.runner = Runner(variant.capture, program, self, self._take_all_gradients)
-        if self._group.options.costs == "ms" and is_measurable(variant.capture):
-            time_ms = measured_ms(variant.capture, program, tensors)
-            variant.plan = replace(variant.plan, measured_ms=time_ms)
-            _logger.info("a step takes %.1f ms, and %.1f ms are predicted", time_ms, variant.plan.planned.cost)
+    def _compiled(
+        self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
+    ) -> tuple[CheckpointPlan, Runner]:
+        plan, program = self._program(capture, plan, tensors)
+        if self._group.options.costs == "ms" and is_measurable(capture):
+            plan = replace(plan, measured_ms=measured_ms(capture, program, tensors))
+            _logger.info("a step takes %.1f ms, and %.1f ms are predicted", plan.measured_ms, plan.planned.cost)
+        return plan, Runner(capture, program, self, self._take_all_gradients)
 
-    def _program(self, variant: Variant, tensors: Sequence[Tensor]) -> Program:
-        capture, plan, options = variant.capture, variant.plan, self._group.options
+    def _program(
+        self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
+    ) -> tuple[CheckpointPlan, Program]:
+        options = self._group.options
         if options.executor == "exact":
-            return program_of(capture, plan.schedule, options.page_to)
+            return plan, program_of(capture, plan.schedule, options.page_to)
         # imported here: Inductor takes seconds to import
         from rmm_linear.compiler.inductor_program import measured_plain, program_within, uncompiled_program
 
         if not self._group.is_compiled:
-            return uncompiled_program(capture)
+            return plan, uncompiled_program(capture)
 
         def replan(budget_bytes: int) -> CheckpointPlan:
             planned = plan_graph(capture.graph, Budget.of(budget_bytes), options.strategy)
@@ -498,10 +503,8 @@ class PlannedGraph:
         # the casts of autocast are ops of the graph already
         with autocast_as((), {tensor.device.type for tensor in tensors}):
             if options.budget is None and options.schedule is None:
-                variant.plan, program = measured_plain(capture, plan, tensors)
-            else:
-                variant.plan, program = program_within(capture, plan, tensors, replan)
-        return program
+                return measured_plain(capture, plan, tensors)
+            return program_within(capture, plan, tensors, replan)
 
     def _plan(self, capture: Capture) -> CheckpointPlan:
         graph, options = capture.graph, self._group.options

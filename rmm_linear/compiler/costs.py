@@ -1,5 +1,6 @@
 """Times of ops, from the shapes of their tensors."""
 
+import contextlib
 import functools
 import math
 import time
@@ -28,6 +29,8 @@ _ATTENTION = {
 # Reads no element of its argument, which says on which device it draws.
 _DRAW = "rmm_linear.draw_seed.default"
 _UNITS = {"roofline": "bytes moved in the same time", "flops": "flops", "bytes": "bytes", "ms": "ms", "ops": "ops"}
+# Namespaces of ops in which other processes take part.
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _REPEATS = 3
 _MIB = 2**20
 # The time of a byte is measured with so many.
@@ -54,16 +57,19 @@ def cost_of(loop: Sequence[fx.Node], costs: str, *, is_compiled: bool = False) -
         loop: Nodes that are computed in one loop, with fake tensors as values; only the last one's is written.
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
-            numbers, and is timed; ops alike are timed once), or "ops" (1).
-        is_compiled: Whether Inductor compiles the loop: "ms" is then the time in which the device copies the bytes that
-            the loop moves, unless it is a matrix product, a convolution or an attention, which runs and is timed.
+            numbers, and is timed; ops alike are timed once; of collectives, and of ops that fail on such numbers, it is
+            the time in which the device copies the bytes that they move), or "ops" (1).
+        is_compiled: Whether Inductor compiles the loop: "ms" is then that time as well, unless it is a matrix product,
+            a convolution or an attention.
     """
     unit_of(costs)
     if costs == "ops":
         return 1.0
     arguments = [fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]) for node in loop]
-    if costs == "ms" and not (is_compiled and not is_product(loop[-1])):
-        return sum(_measured_ms(node, *each) for node, each in zip(loop, arguments, strict=True))
+    is_alone = getattr(loop[-1].target, "namespace", "") not in COLLECTIVES
+    if costs == "ms" and is_alone and (is_product(loop[-1]) or not is_compiled):
+        with contextlib.suppress(RuntimeError):
+            return sum(_measured_ms(node, *each) for node, each in zip(loop, arguments, strict=True))
     result = loop[-1].meta.get("val")
     outside: Any = arguments
     if len(loop) > 1:
@@ -131,9 +137,10 @@ def median_ms(run: Callable[[], Any], devices: Sequence[torch.device]) -> float:
 
 
 def forget_times() -> None:
-    """Forget the times of ops and of a byte: they are measured anew where they are next needed."""
+    """Forget the times of ops, bytes and pages: they are measured anew where they are next needed."""
     _MEASURED_MS.clear()
     _byte_ms.cache_clear()
+    page_cost.cache_clear()
 
 
 def _measured_ms(node: fx.Node, args: Any, kwargs: Any) -> float:

@@ -282,7 +282,7 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        function = _reshaped if node.target in _VIEWS else _as_in_place(node)
+        function = _reshaped if self._sources[node] and node.target in _VIEWS else node.target
         return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node) -> str:
@@ -334,20 +334,6 @@ class _Writer:
         return self._constants[id(value)]
 
 
-def _as_in_place(node: fx.Node) -> Any:
-    """The function of a node, whose result has the layout that the plain program's has."""
-    # Out of place, bernoulli lays its result out row by row for any layout of its argument. The in-place op, which
-    # dropout calls on new memory, goes through that as it lies: the same numbers, in other places.
-    source = node.args[0] if node.args else None
-    if (
-        node.target is torch.ops.aten.bernoulli.p
-        and isinstance(source, fx.Node)
-        and source.target in (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
-    ):
-        return _bernoulli
-    return node.target
-
-
 def sources_of(capture: Capture) -> dict[fx.Node, set[int]]:
     """Find the results from whose gradients each node is computed."""
     places = {node: {place} for place, node in enumerate(capture.tangents) if node is not None}
@@ -378,10 +364,6 @@ def _take(pager: Pager, page: Any) -> list[Tensor]:
         torch.empty(0, dtype=dtype, device=memory.device).set_(storage, offset, shape, stride)
         for dtype, offset, shape, stride in places
     ]
-
-
-def _bernoulli(like: Tensor, p: float) -> Tensor:
-    return torch.empty_like(like).bernoulli_(p)
 
 
 def random_state(device: torch.device) -> Tensor:

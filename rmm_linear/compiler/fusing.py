@@ -26,6 +26,7 @@ _LOOPS = {
     torch.ops.aten.arange.default,
     torch.ops.aten.arange.start_step,
     torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten.index.Tensor,
 }
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rmm_linear.autocasting import Autocast, autocast_as, present_autocast
-from rmm_linear.compiler.costs import cost_of, unit_of
+from rmm_linear.compiler.costs import COLLECTIVES, cost_of, unit_of
 from rmm_linear.compiler.fake_memory import memories_of, real_bytes, tensors_of
 from rmm_linear.compiler.fusing import fuse
 from rmm_linear.compiler.rewrites import code_step
@@ -47,7 +47,6 @@ _BY_ROWS = {
 # Seed and offset of a GPU's generator.
 _DEVICE_STATE_BYTES = 16
 _EXACT = Bits()
-COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rmm_linear.compiler.costs import median_ms
+from rmm_linear.compiler.costs import COLLECTIVES, median_ms
 from rmm_linear.compiler.exact_program import Program
 from rmm_linear.compiler.fake_memory import tensors_of
-from rmm_linear.compiler.joint_graph import COLLECTIVES, Capture
+from rmm_linear.compiler.joint_graph import Capture
 from rmm_linear.compiler.runner import as_kernels
 from rmm_linear.compiler.torch_private import is_profiled
 from rmm_linear.memory.peak import measure_peak_bytes

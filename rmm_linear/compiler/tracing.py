@@ -40,6 +40,8 @@ from rmm_linear.errors import CaptureError
 
 # Prefixes of Dynamo's names of modules and parameters: the function's argument, or the method's object.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
+# Ops whose result has no contents yet.
+_NEW_MEMORY = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 _GROUPED_MM = (
     "Experts in one grouped_mm are captured in bfloat16 alone: train in bfloat16, or choose another way to run them"
     ' (transformers: `model.set_experts_implementation("batched_mm")`)'
@@ -313,10 +315,37 @@ def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_s
         joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
     if draws_by_seeds:
         draw_by_seeds(joint)
-    if share_sketches(joint, keeps_draws=not draws_by_seeds):
+    is_changed = not draws_by_seeds and _draw_as_memory_lies(joint)
+    if share_sketches(joint, keeps_draws=not draws_by_seeds) or is_changed:
         joint.recompile()
         renew_values(joint)
     return joint
+
+
+def _draw_as_memory_lies(joint: fx.GraphModule) -> bool:
+    """Let dropouts draw in the order in which memory lies; return whether the graph has changed.
+
+    Out of place, bernoulli draws row by row. Dropout calls the in-place op on new memory: the same numbers, in other
+    places, if the memory lies as a transposed tensor.
+    """
+    is_changed = False
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+        memory = node.args[0]
+        strides = memory.meta["val"].stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if memory.target not in _NEW_MEMORY or order == sorted(order):
+            continue
+        inverse, is_changed = sorted(order, key=order.__getitem__), True
+        permute, graph = torch.ops.aten.permute.default, joint.graph
+        with graph.inserting_before(node):
+            laid = graph.call_function(permute, (memory, order))
+        with graph.inserting_after(node):
+            drawn = graph.call_function(permute, (node, inverse))
+        node.replace_all_uses_with(drawn)
+        drawn.args, node.args = (node, inverse), (laid, *node.args[1:])
+        for view in (laid, drawn):
+            view.meta = node.meta.copy()
+    return is_changed
 
 
 class _FakeMode(FakeTensorMode):

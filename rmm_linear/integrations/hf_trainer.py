@@ -261,7 +261,7 @@ class RMMCallback(TrainerCallback):
         self._stop_measuring()
         if self._loss is not None:
             self._loss.remove()
-        if self._sketches and (self._converted is None or self._converted() is not kwargs["model"]):
+        if self._sketches and self._converted is None:
             why = "the callback was added to the trainer after the training had begun"
             warnings.warn(f"no layer was converted: {why}", UserWarning, stacklevel=2)
         if not self._plans:

@@ -1,8 +1,10 @@
 """What ops cost, in each unit."""
 
+from collections import Counter
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.compiler import backend, costs, plans, rmm_linear
@@ -58,14 +60,15 @@ def test_a_loop_that_inductor_compiles_takes_the_time_of_its_bytes(monkeypatch):
     assert gelu.cost == 0.5 * 2 * 16 * 64 * 4
 
 
-def _planned_at(monkeypatch, measured, timed):
+def _planned_at(monkeypatch, measured, timed, budget="100%"):
     """Plan a step; its ops take the next of `timed` when they are timed anew, and the step the next of `measured`."""
     timed, measured = timed.copy(), measured.copy()
-    monkeypatch.setattr(costs, "_measured_ms", lambda *_: timed[0])
+    monkeypatch.setattr(costs, "_measured_ms", lambda node, *_: timed[0].get(str(node.target), 1.0))
     monkeypatch.setattr(backend, "forget_times", lambda: timed.pop(0))
     monkeypatch.setattr(backend, "measured_ms", lambda *_: measured.pop(0))
-    model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 32)
-    checkpoint_model(model, (x,), budget="100%", costs="ms")
+    layers = [(nn.Linear(64, 64), each()) for each in (nn.GELU, nn.SiLU, nn.GELU, nn.SiLU)]
+    model, x = nn.Sequential(*(layer for pair in layers for layer in pair), nn.Linear(64, 8)), torch.randn(512, 64)
+    checkpoint_model(model, (x,), budget=budget, costs="ms")
     model(x).sum().backward()
     model(x).sum().backward()
     assert len(timed) == 1
@@ -75,17 +78,23 @@ def _planned_at(monkeypatch, measured, timed):
 
 def test_a_step_whose_time_was_mispredicted_is_planned_once_more(monkeypatch):
     # each op takes 1 ms
-    ops = len(_planned_at(monkeypatch, [1.0], [1.0, 1.0]).graph.ops)
-    # as predicted; ops that take as long when timed anew; ops that take another time; a second plan that is slower
-    for measured, timed, predicted in (
-        ([1.1 * ops], [1.0], 1.0),
-        ([2.0 * ops], [1.0, 1.0], 1.0),
-        ([2.0 * ops, 1.9 * ops], [1.0, 2.0], 2.0),
-        ([2.0 * ops, 2.1 * ops], [1.0, 2.0], 1.0),
-    ):
-        plan = _planned_at(monkeypatch, measured, timed)
-        assert plan.planned.cost == predicted * ops
-        assert plan.measured_ms == min(measured)
+    ops = len(_planned_at(monkeypatch, [1.0], [{}, {}]).graph.ops)
+    slow = dict.fromkeys(["aten.addmm.default", "aten.mm.default"], 10.0)
+    # as predicted; ops that take as long when they are timed anew; slower ops in the same plan
+    for measured, timed, is_slow in ((1.1 * ops, [{}], False), (2.0 * ops, [{}, {}], False), (60.0, [{}, slow], True)):
+        plan = _planned_at(monkeypatch, [measured], timed)
+        assert plan.measured_ms == measured
+        assert (plan.planned.cost > ops) is is_slow
+
+
+def test_of_two_plans_the_faster_runs(monkeypatch):
+    times = [{"aten.gelu.default": 5.0}, {"aten.silu.default": 50.0}]
+    # the first plan computes SiLU again, and the second one GELU
+    for measured, kind in ((3.0, "aten.silu"), (1.0, "aten.gelu")):
+        plan = _planned_at(monkeypatch, [2.0, measured], times, budget="80%")
+        runs = Counter(plan.graph.ops[op].kind for op in plan.schedule.order)
+        assert plan.measured_ms == min(2.0, measured)
+        assert runs[kind] > 2
 
 
 def test_a_step_is_timed_without_a_trace(monkeypatch):
@@ -104,6 +113,31 @@ def test_a_step_is_timed_without_a_trace(monkeypatch):
     assert plain.measured_ms is None
     assert timed.measured_ms > 0
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("body", ["cross entropy of probabilities", "layer norm under autocast"])
+def test_an_op_that_fails_on_random_numbers_is_priced_by_its_bytes(body):
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 8), nn.Sigmoid()), torch.randn(16, 32)
+
+    def step(model, x):
+        return nn.functional.binary_cross_entropy(model(x).float(), torch.ones(16, 8))
+
+    is_cast = "autocast" in body
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        graph = capture(model, (x,), step=None if is_cast else step, costs="ms").graph
+    assert all(op.cost > 0 for op in graph.ops)
+
+
+def test_collectives_are_priced_by_their_bytes(monkeypatch):
+    """Other processes take no part in a run of the op."""
+    monkeypatch.setattr(costs, "_byte_ms", lambda _: 0.5)
+    monkeypatch.setattr(costs, "_measured_ms", lambda *_: pytest.fail("it runs"))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8, device="meta")
+    node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0"))
+    node.meta["val"] = torch.empty(8, device="meta")
+    assert costs.cost_of([node], "ms") == 0.5 * 2 * 8 * 4
 
 
 def test_a_capture_leaves_a_profile_that_is_under_way_complete():
