@@ -65,6 +65,7 @@ class Capture:
         has_gradient: For each result, whether it requires a gradient in the plain step.
         gradients: The node of each input's gradient, None where there is none.
         updates: Pairs of an input's index and the node of its new contents.
+        names: A name for each input, for people.
         returned: The results of the traced graph, in order.
         module: The joint graph, with the constants that it needs.
         has_same_backward: Whether the graph is the same where the backward pass runs under a given autocast.
@@ -85,6 +86,7 @@ class Capture:
     has_gradient: tuple[bool, ...]
     gradients: tuple[fx.Node | None, ...]
     updates: tuple[tuple[int, fx.Node], ...]
+    names: tuple[str, ...]
     returned: tuple[Returned, ...]
     module: fx.GraphModule
     has_same_backward: Callable[[Autocast], bool]
@@ -244,6 +246,7 @@ class _Reading:
             has_gradient=self.traced.has_gradient,
             gradients=gradients,
             updates=updates,
+            names=self.traced.names,
             returned=self.traced.returned,
             module=self._joint,
             coding=coding,
