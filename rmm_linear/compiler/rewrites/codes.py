@@ -53,7 +53,8 @@ class Layout:
         count = self.groups * self.group
         if count > self.rows:
             # of a padded tensor, Inductor would compute each element anew wherever it is used
-            x = x[torch.arange(count, device=x.device).clamp_max(self.rows - 1)]
+            rows = torch.arange(count, device=x.device).clamp_max(self.rows - 1)
+            x = x[rows] if self.rows else x.new_zeros(count, self.columns)
         return x.reshape(self.groups, self.group, self.columns)
 
     def in_rows(self, grouped: Tensor) -> Tensor:
