@@ -210,7 +210,9 @@ class Fit:
             f"{self.chosen.name}: peak {unit.of(self.plain_bytes)} -> {unit.of(self.plan.peak_bytes)} {unit.name},"
             f" {budget}; predicted time {self.chosen.time:.3f} of the exact step's"
         )
-        if self.least_time is not None and math.isfinite(self.least_time):
+        # with sketches, a step may take less
+        has_bound = self.least_time is not None and math.isfinite(self.least_time)
+        if has_bound and "sketch" not in self.chosen.options:
             yield (
                 f"no mixture of recomputation and these codes is predicted to take less than {self.least_time:.3f}, by"
                 " the price of a code of each kind"
@@ -436,7 +438,8 @@ class _Trials:
                 return
             bits = program.choose(budget_bytes)
             if bits is not None and bits.only and json.dumps({"bits": bits.as_given()}) not in self.captures:
-                self.add(f"{name}, {len(bits.only)} tensors", {"bits": bits.as_given()})
+                count = len(bits.only)
+                self.add(f"{name}, {count} tensor{'s' if count > 1 else ''}", {"bits": bits.as_given()})
 
     def _rewritten(self, options: Mapping[str, Any]) -> Capture:
         assert self._exact.rewritten is not None
