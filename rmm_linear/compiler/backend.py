@@ -7,7 +7,6 @@ for each shape, layout, dtype and state of autocast of its arguments. A graph th
 wrote it, with a warning. Calls without gradients, and under torch.func, run as Dynamo wrote them as well.
 """
 
-import contextlib
 import itertools
 import logging
 import math
@@ -462,22 +461,29 @@ class PlannedGraph:
             )
 
     def _compile(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        """Compile a plan; where its step takes another time than predicted, time ops anew, and plan once more."""
         plan, runner = self._compiled(variant.capture, variant.plan, tensors)
         if plan.measured_ms is not None and _are_apart(plan.measured_ms, plan.planned.cost):
-            forget_times()
-            with contextlib.suppress(InfeasibleBudgetError):
-                again = self._prepare(arguments, tensors)
-                # ops that take as long as before lead to the same plan
-                if again is not None and _are_apart(again.plan.planned.cost, plan.planned.cost):
-                    new, new_runner = replace(plan, graph=again.plan.graph, planned=again.plan.planned), runner
-                    if again.plan.schedule.order != plan.schedule.order:
-                        new, new_runner = self._compiled(again.capture, again.plan, tensors)
-                    if (new.measured_ms or math.inf) <= plan.measured_ms:
-                        plan, runner = replace(new, eager_peak_bytes=plan.eager_peak_bytes), new_runner
+            plan, runner = self._planned_again(plan, runner, arguments, tensors)
         variant.plan = plan
         # last: other threads run the step as soon as there is a runner
         variant.runner = runner
+
+    def _planned_again(
+        self, plan: CheckpointPlan, runner: Runner, arguments: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> tuple[CheckpointPlan, Runner]:
+        """Time ops anew; if they take another time, plan the step once more, and return the faster plan."""
+        forget_times()
+        try:
+            again = self._prepare(arguments, tensors)
+        except InfeasibleBudgetError:
+            again = None
+        if again is None or not _are_apart(again.plan.planned.cost, plan.planned.cost):
+            return plan, runner
+        if again.plan.schedule.order == plan.schedule.order:
+            return replace(plan, graph=again.plan.graph, planned=again.plan.planned), runner
+        new, new_runner = self._compiled(again.capture, again.plan, tensors)
+        new = replace(new, eager_peak_bytes=plan.eager_peak_bytes)
+        return min((new, new_runner), (plan, runner), key=lambda each: each[0].measured_ms or math.inf)
 
     def _compiled(
         self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]

@@ -182,7 +182,7 @@ class RMMCallback(TrainerCallback):
         self._loss: FittedLoss | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy converts, measures and plans the model of its own trainer
+        # the results of a training belong to its model: a copied callback converts, measures and plans another model
         return {**vars(self), "_converted": None, "_measurement": None, "_planned": None, "_loss": None}
 
     @property
