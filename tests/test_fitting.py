@@ -178,7 +178,7 @@ def test_a_fit_with_timed_ops_tells_the_predicted_and_the_measured_time(batch, m
     model(*batch).backward()
     assert f"{predicted}, measured 12.5 ms" in str(found)
     found.remove()
-    # planned once more, for ops take longer now
+    # ops take less time at the first step than at the planning: the step is planned once more
     monkeypatch.setattr(backend, "_APART", 0.15)
     monkeypatch.setattr(costs, "_measured_ms", lambda *_: 1000.0)
     found = fit(model, batch, "60%", noise=0, executor="exact", costs="ms")
