@@ -86,7 +86,6 @@ class ModuleFit:
     def remove(self) -> nn.Module:
         """Undo the changes that `fit` made, and return the model; later changes by others stay."""
         self._means.remove()
-        vars(self.model).pop(_FITTED, None)
         return self.model
 
     def __str__(self) -> str:
@@ -132,8 +131,6 @@ def fit_modules(
         candidates = trials.candidates
         chosen = choose(candidates, limit, trials.noise_of, trials.budget_bytes, trials.refusal, _LEAST_GAIN)
     trials.means.install(chosen.options, chosen.checkpoints)
-    if chosen.options or chosen.checkpoints:
-        vars(model)[_FITTED] = True
     sizes = trials.plain_bytes, trials.plain_ms, trials.budget_bytes
     return ModuleFit(model, chosen, tuple(candidates), *sizes, limit, tuple(trials.notes), trials.means)
 
@@ -290,6 +287,8 @@ class _Means:
 
     def install(self, options: Mapping[str, Any], checkpoints: int = 0) -> None:
         """Convert layers by the configuration of the options, and checkpoint so many blocks."""
+        if options or checkpoints:
+            vars(self._model)[_FITTED] = True
         if options:
             self._is_converted = True
             convert_linears(self._model, config=RMMConfig(**options))
@@ -302,6 +301,8 @@ class _Means:
 
     def remove(self) -> None:
         """Give the model its layers and blocks back, but for blocks that others have changed since."""
+        if self._is_converted or self._installed:
+            vars(self._model).pop(_FITTED, None)
         if self._is_converted:
             revert_linears(self._model)
             self._is_converted = False

@@ -269,7 +269,10 @@ def test_the_plain_step_need_not_run_where_noise_is_measured(batch, times):
 
 def test_a_fitted_model_and_its_copies_are_not_fitted_again(batch):
     model = _stack()
+    removed = fit_stack(model, batch, "60%", noise=0)
+    removed.remove()
     found = fit_stack(model, batch, "60%", noise=0)
+    removed.remove()
     for fitted in (model, copy.deepcopy(model)):
         with pytest.raises(ValueError, match=r"fitted already, or a copy of a fitted model: call remove\(\)"):
             fit_stack(fitted, batch, "60%", noise=0)

@@ -151,6 +151,8 @@ def hindrance() -> str | None:
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode is on, in which nothing can be trained"
     if (mode := _get_current_dispatch_mode()) is not None:
         return f"{type(mode).__name__}, a TorchDispatchMode, is active, under which torch.compile traces nothing"
     if getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default") == "force_eager":

@@ -225,7 +225,7 @@ class RMMCallback(TrainerCallback):
         if is_hidden:
             why = "not measured under torch.compile or DataParallel, and not logged"
             if is_in_plan:
-                why = "not logged: the plan has a planned model's kept bytes, print(checkpoint_model(...))"
+                why = "not logged: a planned model's kept bytes are in its plan"
             warnings.warn(f"{KEPT_KEY} and {EXACT_KEY} are {why}", UserWarning, stacklevel=2)
             return
         if self._every:

@@ -247,6 +247,8 @@ def test_where_torch_compile_traces_nothing_steps_run_as_written_with_one_warnin
         planned(make())
     with torch._dynamo.config.patch(disable=True), pytest.raises(CaptureError, match="torch.compile is switched off"):
         planned(make())
+    with torch.inference_mode(), pytest.raises(CaptureError, match="torch.inference_mode is on"):
+        planned(make())
 
 
 def test_wrappers_share_no_code_so_that_recompilations_of_models_are_counted_apart():
