@@ -300,11 +300,12 @@ def fit(
         The chosen step; print it. `remove()` undoes it.
 
     Raises:
-        InfeasibleBudgetError: If no plan fits; it names the least budget that was found. The step of a later batch of
-            another shape, which has no plan within the bytes, raises it as well.
+        InfeasibleBudgetError: If no plan fits, or none of the plans that fit is exact or measured to be within the
+            noise limit; it names the least budget that was found. The step of a later batch of another shape, which has
+            no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
-        ValueError: If an argument is invalid, the model is planned or compiled already, or the noise can't
-            be measured with the sample.
+        ValueError: If an argument is invalid, or the model is in eval mode, planned or compiled already, or without a
+            parameter that is trained.
         ImportError: If "page" is allowed, and scipy is missing.
 
     Examples:
