@@ -87,9 +87,8 @@ class Fit:
         noise_limit: The limit.
         executor: See `fit`.
         bounds: For each kind of codes that was tried, a bound of the time of mixtures with recomputation.
-        least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
-            prices of ops and codes, over the exact step without a budget; None if no codes were tried, or scipy, which
-            finds it out, is not installed.
+        least_time: A bound of the time of all mixtures of recomputation and of the codes that were tried, within the
+            budget, over the time of the exact step without a budget; None if no codes were tried, or without scipy.
     """
 
     model: nn.Module = field(repr=False)
