@@ -9,7 +9,7 @@ class DoubleBackwardError(RMMError, RuntimeError):
     """Raised when the gradient of a sketched layer, a planned step or `bptt_checkpoint` is itself differentiated.
 
     A sketch fixes an estimate of one gradient, whose derivative is no estimate of the second derivative; a planned step
-    keeps no graph of its gradients. Call `revert_linears` or `remove_checkpointing` where second derivatives are needed.
+    keeps no graph of its gradients. `revert_linears` and `remove_checkpointing` allow second derivatives again.
     """
 
 
