@@ -46,8 +46,8 @@ class RMMConfig:
             a reading of the input and one of the gradient for their means.
         min_rows: Inputs of fewer rows (poolers, classification heads) are kept exactly: a sketch would save little and
             add much noise.
-        storage: Round the sketch to "int8", "int4" or "int2" stochastically, without bias, or None to hold the sketch
-            in the input's dtype. At ratio 1 the input itself is rounded, without a sketch.
+        storage: Round the sketch to "int8", "int4" or "int2" with a random dither, without bias, or None to hold the
+            sketch in the input's dtype. At ratio 1 the input itself is rounded, without a sketch.
         skip_padding: Leave out the rows that the model's attention mask marks as padding, which carry no gradient;
             `ratio` and `min_rows` refer to the other rows then (`rmm_linear.padding`).
         keep_tokens: Positions in every sequence whose rows are kept beside the sketch of the others: (0,) for models

@@ -8,8 +8,8 @@ class RMMError(Exception):
 class DoubleBackwardError(RMMError, RuntimeError):
     """Raised when the gradient of a sketched layer, a planned step or `bptt_checkpoint` is itself differentiated.
 
-    The sketch fixes an estimate of one gradient; the derivative of that estimate is not an estimate of the second
-    derivative. Use ratio 1.0 without a storage, or `revert_linears`, where second derivatives are needed.
+    A sketch fixes an estimate of one gradient, whose derivative is no estimate of the second derivative; a planned step
+    keeps no graph of its gradients. `revert_linears` and `remove_checkpointing` allow second derivatives again.
     """
 
 

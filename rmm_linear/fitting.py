@@ -87,9 +87,8 @@ class Fit:
         noise_limit: The limit.
         executor: See `fit`.
         bounds: For each kind of codes that was tried, a bound of the time of mixtures with recomputation.
-        least_time: No mixture of recomputation and of the codes that were tried takes less within the budget, by the
-            prices of ops and codes, over the exact step without a budget; None if no codes were tried, or scipy, which
-            finds it out, is not installed.
+        least_time: A bound of the time of all mixtures of recomputation and of the codes that were tried, within the
+            budget, over the time of the exact step without a budget; None if no codes were tried, or without scipy.
     """
 
     model: nn.Module = field(repr=False)
@@ -300,11 +299,12 @@ def fit(
         The chosen step; print it. `remove()` undoes it.
 
     Raises:
-        InfeasibleBudgetError: If no plan fits; it names the least budget that was found. The step of a later batch of
-            another shape, which has no plan within the bytes, raises it as well.
+        InfeasibleBudgetError: If no plan fits, or none of the plans that fit is exact or measured to be within the
+            noise limit; it names the least budget that was found. The step of a later batch of another shape, which has
+            no plan within the bytes, raises it as well.
         CaptureError: If the model can't be captured as one graph; it stays as it is then.
-        ValueError: If an argument is invalid, the model is planned or compiled already, or the noise can't
-            be measured with the sample.
+        ValueError: If an argument is invalid, or the model is in eval mode, planned or compiled already, or without a
+            parameter that is trained.
         ImportError: If "page" is allowed, and scipy is missing.
 
     Examples:

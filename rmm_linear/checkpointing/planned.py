@@ -235,7 +235,7 @@ def refuse_planned(model: nn.Module) -> None:
         if isinstance(module._compiled_call_impl, PlannedStep):
             raise ValueError(f"{subject} is checkpointed already; call remove_checkpointing(model) first")
         if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
-            raise ValueError(f"{subject} is compiled already: call checkpoint_model on the model without torch.compile")
+            raise ValueError(f"{subject} is compiled already: plan the model without torch.compile")
 
 
 def _is_sharded(module: nn.Module) -> bool:

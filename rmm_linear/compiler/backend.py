@@ -58,8 +58,8 @@ class Options:
             "8GiB", or "60%" (or 0.6) of the peak of each captured graph without a plan. Bytes are shared by the graphs
             of a model that Dynamo breaks, in proportion to their peaks without a plan.
         strategy: One of `available_strategies()`.
-        executor: "exact" runs op by op, with the bits of eager mode and the simulated peak to the byte; "inductor"
-            compiles the schedule by Inductor.
+        executor: "exact" runs op by op, with the bits of eager mode and, on a CPU, the simulated peak to the byte;
+            "inductor" compiles the schedule by Inductor.
         costs: How ops are priced; see `rmm_linear.compiler.costs.cost_of`. With "ms", the first step is run some times
             more; if its measured time is off by more than 15 %, ops are timed again, and it is planned once more.
         gradients: "kept" counts each parameter's gradient from where it is ready to the end; "freed" for steps that
@@ -67,9 +67,9 @@ class Options:
         schedule: A schedule that is used in place of a planned schedule.
         loss_alone: Whether a scalar among a graph's results is taken for the loss, and the only result that is
             differentiated. If a gradient arrives at another one, later steps are planned for all of them.
-        bits: 8 or 4 for a backward pass that reads codes of so many bits, without bias, where it can; a dict for each
-            kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients. Without a budget,
-            nothing is computed again.
+        bits: 8 or 4 for a backward pass that reads codes of so many bits where it can (docs/codes.md names the biases);
+            a dict for each kind of ops ("norm", "activation", "attention", "linear"); None for exact gradients. Without
+            a budget, nothing is computed again.
         sketch: The share of rows, in (0, 1), of the sketches that weight gradients of linear layers are estimated from,
             without bias: of their inputs, kept in the inputs' place where nothing else needs them, and of the
             gradients. None for products of all rows.
@@ -125,7 +125,8 @@ class Options:
         """Read the options that the user passed to torch.compile.
 
         Raises:
-            ValueError: If a name is unknown, a value is none that the option can have, or there is no budget.
+            ValueError: If a name is unknown, a value is invalid, or there is neither a budget nor a schedule, `bits` or
+                `sketch`.
         """
         if not isinstance(options, Mapping | None):
             raise ValueError(f'options are {options!r}; pass a dict, such as {{"budget": "60%"}}')

@@ -78,7 +78,7 @@ def program_within(
     if measured > budget_bytes:
         warnings.warn(
             f"the compiled step takes {measured} bytes, and its budget is {budget_bytes}: Inductor computes some ops"
-            ' through tensors that the plan does not know; executor="exact" keeps the budget to the byte',
+            ' through tensors that the plan does not know; on a CPU executor="exact" keeps the budget to the byte',
             stacklevel=2,
         )
     return replace(plan, measured_peak_bytes=measured, budget_bytes=budget_bytes), program

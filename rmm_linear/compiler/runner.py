@@ -234,7 +234,7 @@ class _Pass:
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
                 "create_graph=True asks for a second derivative, and a planned step has a program for the first alone:"
-                " call remove_checkpointing(model), or the step itself, where second derivatives are needed"
+                " run the step without its plan (remove_checkpointing(model), or without torch.compile)"
             )
         if self.saved is None:
             raise RuntimeError(

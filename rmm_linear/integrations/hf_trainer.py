@@ -133,6 +133,7 @@ class RMMCallback(TrainerCallback):
         ValueError: If both `ratio` and `config` are given, or `fit` and an option of another way to save memory, or a
             value is bad; when training begins, if `monitor`, `compile` or `fit` is used under `torch.compile` or
             `DataParallel`, or with a planned model.
+        TypeError: If `convert_linears` has no argument of a given name.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class RMMCallback(TrainerCallback):
         self._sketches |= self._options is None and fit is None
         config = config_for(ratio, config)
         if not isinstance(monitor, int) or monitor < 0:
-            raise ValueError(f"monitor={monitor!r} is not a number of steps; pass a positive int, True (50) or False")
+            raise ValueError(f"monitor={monitor!r} is not a number of steps; pass a positive int, True or False")
         self._convert_kwargs = {"config": config, **convert_kwargs}
         self._sample = sample
         self._every = (_EVERY if fit is None else _EVERY_FIT) if monitor is True else int(monitor)

@@ -128,7 +128,7 @@ class CheckpointPlan:
         taken = self.measured_peak_bytes or self.peak_bytes
         lines = [
             f"peak beside weights, optimizer and batch: {self._sizes(self.plain.peak_bytes, taken)}",
-            f"gradients: {'exact' if is_exact else 'estimates, unbiased but for what is named below'}",
+            f"gradients: {'exact' if is_exact else 'estimates, unbiased but for the biases named below'}",
             f"computed twice: {100 * (self.overhead - self.paging_overhead):.1f} % of the step's work",
             *self._paging(),
             *([f"weight gradients of converted linear layers from {converted} sketches"] if converted else []),

@@ -1,4 +1,4 @@
-"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, with stochastic rounding.
+"""Low-bit storage: hold a sketch, or the input itself, in 8, 4 or 2 bits, rounded with a random dither.
 
 Rounding that is unbiased for every stored element leaves the estimate of g^T x unbiased: (S^T g)^T E[q(S^T x)] =
 (S^T g)^T (S^T x). Steps and offsets belong to groups of rows of a column (see `rmm_linear_kernels.low_bit`). They add

@@ -100,8 +100,8 @@ def gradient_noise(
             sequences; a matrix has no sequences.
         g: Gradient of the layer's output, shape (..., out), with the same leading dimensions.
         config: The layer's configuration.
-        index: Numbers of the rows that are no padding, ascending, shape (kept,): `g` is zero at the padding rows, which
-            do not count. All rows by default.
+        index: Numbers of the rows that are no padding, ascending, shape (kept,), int32 or int64: `g` is zero at the
+            padding rows, which do not count. All rows by default.
         draws: Draws of S over which the variance of a low-bit storage's rounding is averaged, 32 by default.
 
     Raises:
