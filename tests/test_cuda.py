@@ -3,6 +3,7 @@
 `tests/test_ops.py` checks the operators' registrations on a GPU as well.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -65,33 +66,28 @@ def replaying(step: Callable[[], Any], warm_ups: int) -> tuple[Callable[[], obje
     return graph.replay, results
 
 
-def assert_no_step_waits(config: RMMConfig, dtype: torch.dtype) -> None:
+@gpu
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "center"),
+    [
+        *itertools.product(("auto",), (torch.float32, torch.bfloat16, torch.float16), (False, True)),
+        *itertools.product(("torch",), (torch.float64, torch.bfloat16), (True,)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_no_step_waits_for_the_device(config, kernels, dtype, center):
     x, weight, bias, g = tensors(dtype)
-    x.requires_grad_()
-    # the first call loads libraries, which may wait
-    torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.autograd.grad(linear(x, weight, bias, config=config), (x, weight, bias), g)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_step_waits_for_the_device(config, center, dtype):
-    assert_no_step_waits(config.replace(center=center), dtype)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_step_of_plain_torch_waits_for_the_device(config, dtype):
-    with use_kernels("torch"):
-        assert_no_step_waits(config, dtype)
+    leaves, config = (x.requires_grad_(), weight, bias), config.replace(center=center)
+    with use_kernels(kernels):
+        # the first call loads libraries, which may wait
+        torch.autograd.grad(linear(*leaves, config=config), leaves, g)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(linear(*leaves, config=config), leaves, g)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def converted(config: RMMConfig, dtype: torch.dtype) -> nn.Sequential:

@@ -3,6 +3,7 @@
 The references run as they do on a GPU without kernels. `tests/test_cuda.py` asks torch itself, on a GPU.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,14 +43,13 @@ class Waits(TorchDispatchMode):
 
     def __enter__(self):
         # made of numbers of the host's, which on a tensor without memory leaves no trace
-        self.makers = {(place, name): getattr(place, name) for place, name in MAKERS}
-        for (place, name), maker in self.makers.items():
-            setattr(place, name, self._noting(maker))
+        self.patch = pytest.MonkeyPatch()
+        for place, name in MAKERS:
+            self.patch.setattr(place, name, self._noting(getattr(place, name)))
         return super().__enter__()
 
     def __exit__(self, *error):
-        for (place, name), maker in self.makers.items():
-            setattr(place, name, maker)
+        self.patch.undo()
         return super().__exit__(*error)
 
     def _noting(self, maker):
@@ -75,36 +75,30 @@ def waits(dtype: torch.dtype = torch.bfloat16, rows: int = 300, **options: Any) 
     return found.found
 
 
-# one that looks at no data and one that does: the rounding of codes, and centring, are the same around all
-EACH_KIND = ("hadamard", "crs")
+CASES = [
+    *(
+        {"sketch": sketch, "storage": storage, "center": center}
+        for sketch, storage, center in itertools.product(available_sketches(), (None, *STORAGES), (False, True))
+    ),
+    *(
+        {"sketch": sketch, "dtype": dtype}
+        for sketch, dtype in itertools.product(available_sketches(), (torch.float64, torch.float32, torch.float16))
+    ),
+    *({"storage": storage, "ratio": 1.0} for storage in STORAGES),
+    # orders of the Hadamard matrix
+    *({"rows": rows} for rows in (4, 24, 80, 144, 200, 256)),
+    *({"keep_tokens": tokens} for tokens in ((0,), (0, -1))),
+]
+
+
+def of_the_grid(options: dict[str, Any]) -> bool:
+    """Of storages and dtypes, a sketch that looks at no data and one that does stand for all."""
+    is_plain = options.get("storage") is None and options.get("dtype", torch.float32) == torch.float32
+    return not is_plain and options.get("sketch", "hadamard") not in ("hadamard", "crs")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        *(
-            pytest.param(
-                {"sketch": sketch, "storage": storage, "center": center},
-                marks=() if storage is None or sketch in EACH_KIND else pytest.mark.grid,
-            )
-            for sketch in available_sketches()
-            for storage in (None, *STORAGES)
-            for center in (False, True)
-        ),
-        *(
-            pytest.param(
-                {"sketch": sketch, "dtype": dtype},
-                marks=() if dtype == torch.float32 or sketch in EACH_KIND else pytest.mark.grid,
-            )
-            for sketch in available_sketches()
-            for dtype in (torch.float64, torch.float32, torch.float16)
-        ),
-        *({"storage": storage, "ratio": 1.0} for storage in STORAGES),
-        # orders of the Hadamard matrix
-        *({"rows": rows} for rows in (4, 24, 80, 144, 200, 256)),
-        *({"keep_tokens": tokens} for tokens in ((0,), (0, -1))),
-    ],
-    ids=str,
+    "options", [pytest.param(each, marks=[pytest.mark.grid] * of_the_grid(each)) for each in CASES], ids=str
 )
 def test_no_step_waits(options):
     assert waits(**{"ratio": 0.3, **options}) == []

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import math
 import warnings
 
 import pytest
@@ -12,12 +11,12 @@ from sketch_contract import assert_unbiased
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary, valid_rows
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, valid_rows
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors, measure_kept_bytes
 from rmm_linear.padding import ValidRows
 from rmm_linear.rows import Layout, layout_of, sequences_of, split
-from rmm_linear.variance import gradient_noise, measure_sketch_variance, profile_noise
+from rmm_linear.variance import gradient_noise, measure_sketch_variance
 from rmm_linear.variance.profile import layer_options
 
 SEQUENCES, LENGTH, FEATURES, OUTPUTS = 6, 40, 24, 20
@@ -115,11 +114,9 @@ def test_output_and_the_other_gradients_are_those_of_nn_linear(x, weight, g, mas
     inputs = x.clone().requires_grad_()
     rows = ValidRows(mask, check=True) if skip else None
     output = linear(inputs, weight, bias, config=config, valid_rows=rows)
-    found = torch.autograd.grad(output, (inputs, bias), g)
     exact = F.linear(inputs, weight, bias)
-    assert torch.equal(output, exact)
-    for one, other in zip(found, torch.autograd.grad(exact, (inputs, bias), g), strict=True):
-        assert torch.equal(one, other)
+    found, expected = ((each, *torch.autograd.grad(each, (inputs, bias), g)) for each in (output, exact))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -190,29 +187,21 @@ def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip,
     measured = measure_sketch_variance(x, g, config, index=index, draws=draws)
     assert abs(measured.value - known) <= 5 * measured.standard_error + 0.01 * known
     assert measured.standard_error < 0.02 * known
-    # and what it is measured of is what a layer does
-    weight = torch.zeros(OUTPUTS, FEATURES, requires_grad=True)
-    rows = ValidRows(mask) if skip else None
-    exact = g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
-    torch.manual_seed(1)
-    errors = torch.empty(draws // 2)
-    for draw in range(len(errors)):
-        found = torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
-        errors[draw] = (found - exact).square().sum()
-    assert abs(float(errors.mean()) - known) <= 5 * float(errors.std()) / math.sqrt(len(errors)) + 0.01 * known
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("skip", [False, True])
-def test_kept_bytes_are_those_that_the_configuration_says(x, weight, mask, storage, skip):
-    config = RMMConfig(ratio=0.25, storage=storage, min_rows=1, keep_tokens=(0, -1), skip_padding=skip)
+@pytest.mark.parametrize("tokens", [(), (0, -1)])
+def test_kept_bytes_are_those_that_the_configuration_says(x, weight, mask, storage, skip, tokens):
+    config = RMMConfig(ratio=0.25, storage=storage, min_rows=1, keep_tokens=tokens, skip_padding=skip)
     rows = ValidRows(mask) if skip else None
     kept = measure_kept_bytes(lambda: linear(x, weight, config=config, valid_rows=rows), exclude=[weight])
     valid = int(mask.sum()) if skip else None
     said = config.saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
     # the valid rows' numbers, and how many the others are
     assert kept == said + (4 * valid + 4 if valid else 0)
-    assert said > config.replace(keep_tokens=()).saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
+    without = config.replace(keep_tokens=()).saved_bytes(SEQUENCES * LENGTH, FEATURES, x.dtype, valid, SEQUENCES)
+    assert (said > without) == bool(tokens)
 
 
 def test_the_input_is_not_kept(weight):
@@ -238,24 +227,15 @@ def test_an_input_without_rows_to_sketch_is_kept_as_it_is(weight):
     assert gradient_noise(x, g, config).sketch_variance == 0
 
 
-def test_a_model_is_converted_measured_and_profiled(mask):
+def test_a_models_saving_is_measured_to_the_byte():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, OUTPUTS))
     config = RMMConfig(ratio=0.5, min_rows=1, keep_tokens=(0,), storage="int4")
     convert_linears(model, config=config)
-    assert "keep_tokens=(0,)" in repr(model)
-    assert "beside tokens 0" in str(summary(model))
     x = torch.randn(SEQUENCES, LENGTH, FEATURES)
     with MeasuredSaving(model) as saving:
         model(x).square().sum().backward()
     assert saving.saving_bytes == saving.promised_bytes > 0
-    # a loss that reads the first tokens alone
-    configs = [config, config.replace(keep_tokens=())]
-    profile = profile_noise(model, [lambda: model(x)[:, 0].square().sum().backward()], configs)
-    for layer in profile.layers:
-        beside, without = layer.options
-        assert beside.variance < 1e-3 * without.variance
-        assert beside.saved_bytes > without.saved_bytes
 
 
 def test_profiled_options_are_those_of_gradient_noise(x, g, mask):
@@ -299,17 +279,14 @@ def test_compiled_layers_keep_their_rows_and_lengths_are_not_compiled_one_by_one
         g[:, list(tokens)] = 1
         exact, found = g.flatten(0, 1).t() @ x.flatten(0, 1), []
         for run in (compiled, layer):
-            layer.weight.grad = None
             torch.manual_seed(3)
-            run(x).backward(g)
-            found.append(layer.weight.grad)
+            found += torch.autograd.grad(run(x), layer.weight, g)
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
         assert (found[0] - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
     assert counter.frame_count <= 2
     with valid_rows(torch.ones(SEQUENCES, length)):
-        layer.weight.grad = None
-        compiled(x).backward(g)
-    assert (layer.weight.grad - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
+        (gradient,) = torch.autograd.grad(compiled(x), layer.weight, g)
+    assert (gradient - exact).norm() <= (1e-5 if storage is None else 0.02) * exact.norm()
 
 
 def test_no_copy_of_the_rows_outlives_their_use(x, weight):
@@ -357,9 +334,3 @@ def test_models_that_hold_the_length_first_are_named():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="keep_tokens")
         convert_linears(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), config=config)
-
-
-@pytest.mark.parametrize("tokens", [0, "0", (0.5,), (True,), (0, 0), None, (1 << 31,)])
-def test_tokens_that_are_no_places_are_refused(tokens):
-    with pytest.raises(ValueError, match="keep_tokens=.*pass"):
-        RMMConfig(keep_tokens=tokens)

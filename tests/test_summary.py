@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rmm_linear import RMMConfig, convert_linears, summary
+from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
 
 
 def model():
@@ -40,21 +40,16 @@ def test_a_row_tells_how_a_layer_is_sketched_and_what_a_row_keeps():
     assert (frozen.exact_bytes_per_row, frozen.kept_bytes_per_row) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "note"),
-    [
-        ("narrow", "exact: ratio 1"),
-        ("frozen", "frozen weight: keeps no input"),
-        ("left", "exact: not targeted, or excluded"),
-        (
-            "attention.out_proj",
-            "exact: nn.MultiheadAttention reads its weight without calling it (and its in_proj_weight is no layer)",
-        ),
-        ("classifier", "exact: output head"),
-    ],
-)
-def test_a_row_tells_why_a_layer_is_exact(name, note):
-    assert rows()[name].note == note
+def test_a_row_tells_why_a_layer_is_exact():
+    by_itself = "nn.MultiheadAttention reads its weight without calling it (and its in_proj_weight is no layer)"
+    assert {name: row.note for name, row in rows().items()} == {
+        "wide": "",
+        "narrow": "exact: ratio 1",
+        "frozen": "frozen weight: keeps no input",
+        "left": "exact: not targeted, or excluded",
+        "attention.out_proj": f"exact: {by_itself}",
+        "classifier": "exact: output head",
+    }
 
 
 def test_the_table_is_printed_once_and_aligned(capsys):
@@ -77,11 +72,21 @@ def test_the_totals_are_the_sums_of_the_rows():
     assert result.sketched == 1
 
 
-def test_frozen_layers_are_not_counted_as_sketched():
-    net = convert_linears(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), ratio=0.5)
-    net[:2].requires_grad_(False)
-    assert summary(net).sketched == 1
-    assert "1 of 3 linear layers are sketched" in str(summary(net))
+@pytest.mark.parametrize(
+    ("changes", "how", "knob"),
+    [
+        ({"storage": "int4"}, "hadamard 0.4 centered in int4, from 128 rows", "storage='int4'"),
+        ({"storage": "int4", "ratio": 1.0, "center": False}, "input in int4, from 128 rows", "storage='int4'"),
+        ({"skip_padding": True}, "hadamard 0.4 centered, without padding, from 128 rows", "skip_padding=True"),
+        ({"keep_tokens": (0,)}, "beside tokens 0", "keep_tokens=(0,)"),
+    ],
+    ids=str,
+)
+def test_a_row_and_a_layer_tell_each_knob_that_differs(changes, how, knob):
+    layer = RMMLinear(64, 64, config=RMMConfig(ratio=0.4).replace(**changes))
+    assert how in str(summary(layer))
+    assert knob in repr(layer)
+    assert knob.partition("=")[0] not in repr(RMMLinear(4, 4))
 
 
 def test_odd_models_have_a_summary_and_others_are_refused():

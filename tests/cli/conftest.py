@@ -1,8 +1,36 @@
-"""A folder with the configuration of a small model."""
+"""A folder with the configuration of a small model, and commands: their answers, and the lines that refuse them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from rmm_linear.cli import main
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command; the function returns its answer."""
+
+    def run(*arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that is a mistake; the function returns the one line that tells of it."""
+
+    def run(*arguments: object) -> str:
+        assert main([*map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("rmm-linear: error: ")
+        assert error.count("\n") == 1
+        return error
+
+    return run
 
 
 @pytest.fixture

@@ -22,12 +22,16 @@ def doctor(capsys, *arguments, status=0):
     return capsys.readouterr().out
 
 
+def assert_it_fits_the_screen(lines):
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+
+
 def test_a_cpu_runs_plain_torch_and_says_so(capsys):
     text = doctor(capsys)
     lines = text.splitlines()
     assert torch.__version__ in lines[0]
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 120
+    assert_it_fits_the_screen(lines)
     for name in backend.KERNELS:
         assert sum(line.startswith(f"{name} ") and " torch " in line for line in lines) == 1
     assert lines[-1] == "no kernel for any: the tensors are on cpu, and the kernels are for GPUs"
@@ -39,7 +43,7 @@ def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
         return 1.5 * reference.hadamard_sketch(x, *args, **kwargs)
 
     def broken(*args, **kwargs):
-        raise RuntimeError("PassManager::run failed")
+        raise RuntimeError("PassManager::run failed\n" + "a line of its log\n" * 40)
 
     kernels = {"hadamard_sketch": wrong, "quantize": broken}
     monkeypatch.setattr(backend, "_launcher", kernels.get)
@@ -50,28 +54,11 @@ def test_a_wrong_kernel_and_a_broken_one_are_named(capsys, monkeypatch):
     )
     text = doctor(capsys, status=1)
     assert "WRONG: hadamard_sketch differ from plain torch by more than rounding. Set RMM_LINEAR_KERNELS=torch" in text
-    assert "no kernel for quantize: RuntimeError: PassManager::run failed" in text
+    assert "no kernel for quantize: RuntimeError: PassManager::run failed a line" in text
+    assert_it_fits_the_screen(text.splitlines())
     line = next(line for line in text.splitlines() if line.startswith("hadamard_sketch "))
     assert line.split()[1] == "triton"
     assert abs(float(line.split()[-1]) - 0.5) < 0.02
-
-
-def test_a_broken_compiler_still_fits_the_screen(capsys, monkeypatch):
-    def loaded(name):
-        def broken(*args, **kwargs):
-            raise RuntimeError(f"{name}: ptxas failed\n" + "a line of its log\n" * 40)
-
-        return broken
-
-    monkeypatch.setattr(backend, "_launcher", loaded)
-    monkeypatch.setattr(
-        backend, "_reason_against", lambda name, x: "plain torch is asked for" if backend.chosen() == "torch" else None
-    )
-    lines = doctor(capsys, status=1).splitlines()
-    assert len(lines) <= 24
-    assert max(map(len, lines)) <= 120
-    for name in backend.KERNELS:
-        assert f"no kernel for {name}: RuntimeError: {name}: ptxas failed a line" in "\n".join(lines)
 
 
 def test_kernels_that_are_forced_and_cannot_run_are_an_error(capsys, monkeypatch):
@@ -88,18 +75,3 @@ def test_json_is_complete_and_nothing_is_left_behind(capsys):
     assert all(check["torch_milliseconds"] > 0 for check in found["kernels"])
     assert backend.chosen() == "auto"
     assert backend._state.broken == {}
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("gpu", "no such device; use cpu, cuda"),
-        ("meta", "plain torch is checked on cpu or cuda"),
-        ("cuda:99", "CUDA dev"),
-    ],
-)
-def test_mistakes_are_one_line(device, message, capsys):
-    assert main(["doctor", "--device", device]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1

@@ -22,7 +22,7 @@ The module needs pytest only to collect the subclasses.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar
 
 from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
@@ -64,7 +64,7 @@ def _large_graphs() -> Iterator[tuple[str, Graph]]:
     yield "random layers of 30 with effects", _with_effects(with_backward(random_layers(30, seed=4)))
 
 
-@lru_cache(maxsize=1)
+@cache
 def tiny_graphs() -> tuple[tuple[str, Graph], ...]:
     """Return graphs that are small enough to look at all orders.
 
@@ -74,7 +74,7 @@ def tiny_graphs() -> tuple[tuple[str, Graph], ...]:
     return tuple(_tiny_graphs())
 
 
-@lru_cache(maxsize=1)
+@cache
 def large_graphs() -> tuple[tuple[str, Graph], ...]:
     """Return graphs as large as a planner still finishes within a second or so."""
     return tuple(_large_graphs())
@@ -359,21 +359,8 @@ def _taken(name: str, graph: Graph, schedule: Schedule) -> Simulation:
 
 
 # several strategies are compared with the same optima, which take longer than most plans
-
-_OPTIMA: dict[tuple[str, int | None], Proposal | None] = {}
-
-
-def _cheapest(graph: Graph, budget_bytes: int) -> Proposal | None:
-    key = (graph.fingerprint, budget_bytes)
-    if key not in _OPTIMA:
-        _OPTIMA[key] = cheapest_order(graph, budget_bytes)
-    return _OPTIMA[key]
+_cheapest, _leanest = cache(cheapest_order), cache(leanest_order)
 
 
 def _least_peak(graph: Graph) -> int:
-    key = (graph.fingerprint, None)
-    if key not in _OPTIMA:
-        _OPTIMA[key] = leanest_order(graph)
-    found = _OPTIMA[key]
-    assert found is not None
-    return found.peak_bytes
+    return _leanest(graph).peak_bytes

@@ -79,18 +79,6 @@ def test_a_callback_that_is_added_late_converts_when_training_begins(tmp_path):
     assert len(trainer_rows(trainer)) == 5
 
 
-def test_a_callback_that_is_added_in_training_tells_that_it_converts_nothing(tmp_path):
-    class Adding(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                trainer.add_callback(RMMCallback(ratio=0.1))
-
-    trainer = make_trainer(tmp_path, Adding())
-    with pytest.warns(UserWarning, match="no layer was converted: the callback was added"):
-        trainer.train()
-    assert converted(trainer.model) == 0
-
-
 def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
     early, late, callback = Early(), Late(), RMMCallback(ratio=0.1)
     trainer = make_trainer(tmp_path, early, callback, late)

@@ -11,7 +11,7 @@ from tiny_trainer import make_data, make_model, make_trainer
 from tiny_transformers import tiny
 from transformers import TrainerCallback
 
-from rmm_linear import RMMCallback, RMMConfig
+from rmm_linear import RMMCallback, RMMConfig, RMMLinear
 from rmm_linear.checkpointing.planned import is_planned
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.fitting import Fit
@@ -126,16 +126,24 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert "compute_loss" not in vars(trainer)
 
 
-@pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%"}}], ids=str)
-def test_a_callback_that_is_added_in_training_is_told(tmp_path, options):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ratio": 0.1}, "no layer was converted: the callback was added"),
+        (WHOLE, "the callback was added too late"),
+        ({"compile": {"budget": "100%"}}, "the callback was added too late"),
+    ],
+)
+def test_a_callback_that_is_added_in_training_is_told(tmp_path, options, message):
     class Adding(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 trainer.add_callback(RMMCallback(**options))
 
     trainer = make_trainer(tmp_path, Adding(), model=make_model(layers=1))
-    with pytest.warns(UserWarning, match="the callback was added too late"):
+    with pytest.warns(UserWarning, match=message):
         trainer.train()
+    assert not any(isinstance(module, RMMLinear) for module in trainer.model.modules())
 
 
 @pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%"}}], ids=str)
@@ -164,39 +172,39 @@ def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path, options
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 0.5}, "leave out ratio, or leave out fit"),
-        ({"config": RMMConfig(), "min_rows": 1}, "leave out config, min_rows, or"),
-        ({"compile": {"bits": 8}, "ratio": 0.1}, "leave out ratio, compile, or"),
-        ({"sample": {}, "target_modules": ["query"]}, "leave out sample, target_modules, or"),
-        ({"fit": "7 apples"}, "is no budget"),
-        ({"noise": -1}, "noise=-1 is no share"),
-        ({"executor": "fast"}, "executor='fast' is unknown"),
-        ({"fit": None}, "noise and executor belong to fit"),
+        ({"ratio": 1.5}, "ratio=1.5"),
+        ({"ratio": 0.5, "config": RMMConfig()}, "both ratio=0.5 and config"),
+        ({"monitor": -1}, "monitor=-1"),
+        ({"monitor": "yes"}, "monitor='yes'"),
+        (WHOLE | {"ratio": 0.5}, "leave out ratio, or leave out fit"),
+        (WHOLE | {"config": RMMConfig(), "min_rows": 1}, "leave out config, min_rows, or"),
+        (WHOLE | {"compile": {"bits": 8}, "ratio": 0.1}, "leave out ratio, compile, or"),
+        (WHOLE | {"sample": {}, "target_modules": ["query"]}, "leave out sample, target_modules, or"),
+        (WHOLE | {"fit": "7 apples"}, "is no budget"),
+        (WHOLE | {"noise": -1}, "noise=-1 is no share"),
+        (WHOLE | {"executor": "fast"}, "executor='fast' is unknown"),
+        (WHOLE | {"fit": None}, "noise and executor belong to fit"),
+        *(({"ratio": 0.5, name: 0.5}, f"RMMCallback has no argument {name}") for name in ("noise_target", "model")),
     ],
 )
-def test_options_that_contradict_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        RMMCallback(**{**WHOLE, **options})
-
-
-@pytest.mark.parametrize("name", ["noise_target", "model"])
-def test_an_option_that_nothing_has_is_refused_at_once(name):
-    with pytest.raises(TypeError, match=f"RMMCallback has no argument {name}"):
-        RMMCallback(ratio=0.5, **{name: 0.5})
+def test_bad_options_are_refused_at_once(options, message):
+    with pytest.raises(TypeError if "no argument" in message else ValueError, match=message):
+        RMMCallback(**options)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "arguments", "message"),
     [
-        ({"torch_compile": True}, "fit plans the model's calls, which torch_compile=True compiles in another way"),
-        ({"world_size": 2}, "fit plans for one process, and 2 train together: .*RMMCallback.compile=options"),
+        ({"ratio": 0.2, "monitor": True}, {"torch_compile": True}, "records nothing under torch.compile"),
+        (WHOLE, {"torch_compile": True}, "fit plans the model's calls, which torch_compile=True compiles in another"),
+        (WHOLE, {"world_size": 2}, "fit plans for one process, and 2 train together: .*RMMCallback.compile=options"),
     ],
 )
-def test_what_fit_cannot_plan_is_refused_when_training_begins(tmp_path, arguments, message, monkeypatch):
+def test_what_sees_or_plans_nothing_is_refused_when_training_begins(tmp_path, options, arguments, message, monkeypatch):
     for name in set(arguments) & {"world_size"}:
         monkeypatch.setattr("transformers.TrainingArguments.world_size", arguments.pop(name))
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, RMMCallback(**WHOLE), model=make_model(), **arguments).train()
+        make_trainer(tmp_path, RMMCallback(**options), model=make_model(layers=1), **arguments).train()
 
 
 @pytest.mark.slow

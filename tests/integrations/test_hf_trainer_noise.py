@@ -122,25 +122,6 @@ def test_padding_is_left_out_and_its_first_step_checked(tmp_path):
         make_trainer(tmp_path, RMMCallback(config=config), model=Mean(make_model().config), max_steps=1).train()
 
 
-def test_what_sees_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="records nothing under torch.compile"):
-        make_trainer(tmp_path, callback(monitor=True), torch_compile=True).train()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ratio": 1.5}, "ratio=1.5"),
-        ({"ratio": 0.5, "config": RMMConfig()}, "both ratio=0.5 and config"),
-        ({"monitor": -1}, "monitor=-1"),
-        ({"monitor": "yes"}, "monitor='yes'"),
-    ],
-)
-def test_bad_options_are_named_at_once(options, message):
-    with pytest.raises(ValueError, match=message):
-        RMMCallback(**options)
-
-
 def test_a_half_written_line_does_not_stop_a_resumption(tmp_path):
     # a run of its own begins a file of its own
     for _ in range(2):

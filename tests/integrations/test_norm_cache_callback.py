@@ -95,13 +95,14 @@ def test_a_loss_that_stands_in_for_another_outlives_it():
     assert trainer.compute_loss() == "own"
 
 
-def test_checkpointed_training_is_refused(tmp_path):
-    trainer, _ = make_trainer(tmp_path, gradient_checkpointing=True)
-    with pytest.raises(ValueError, match="not used in checkpointed blocks"):
-        trainer.train()
-
-
-def test_a_batch_without_numbers_is_refused(tmp_path):
-    trainer, _ = make_trainer(tmp_path, column="idx")
-    with pytest.raises(ValueError, match="the batch has no 'idx', only .*remove_unused_columns=False"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_checkpointing": True}, "not used in checkpointed blocks"),
+        ({"column": "idx"}, "the batch has no 'idx', only .*remove_unused_columns=False"),
+    ],
+)
+def test_checkpoints_and_batches_without_numbers_are_refused(tmp_path, changes, message):
+    trainer, _ = make_trainer(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
         trainer.train()

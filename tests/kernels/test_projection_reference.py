@@ -40,29 +40,44 @@ def test_a_slab_is_a_part_of_the_whole(gaussian):
             assert torch.equal(slab, entries[first : first + rows])
 
 
+@pytest.fixture(params=["of a CPU", "of a GPU"])
+def draws(request, monkeypatch):
+    """Either draws, in slabs of 128 rows, and normals of 3 groups of rows at a time."""
+    if request.param == "of a GPU":
+        request.getfixturevalue("draws_of_a_gpu")
+    for name, elements in (("_CPU_SLAB_ELEMENTS", 1), ("_SLAB_ELEMENTS", 1), ("_PIECE", 3 * 9)):
+        monkeypatch.setattr(reference, name, elements)
+    return request.param
+
+
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize("gaussian", [False, True])
 def test_one_of_several_seeds_is_like_that_seed_alone(gaussian):
     seeds = torch.tensor([[3, -4, 5], [6, 7, -(1 << 63)]])
-    together = reference.projection_slab(seeds, first_row=128, rows=70, rank=5, gaussian=gaussian, dtype=torch.float32)
-    assert together.shape == (2, 3, 70, 5)
-    for seed, slab in zip(seeds.flatten(), together.flatten(0, 1), strict=True):
-        alone = reference.projection_slab(seed, first_row=128, rows=70, rank=5, gaussian=gaussian, dtype=torch.float32)
-        assert torch.equal(slab, alone)
+    options = {"rows": 200, "rank": 5, "gaussian": gaussian, "dtype": torch.float32}
+    together = reference.projection_dense(seeds, **options)
+    assert together.shape == (2, 3, 200, 5)
+    for seed, alone in zip(seeds.flatten(), together.flatten(0, 1), strict=True):
+        assert torch.equal(reference.projection_dense(seed, **options), alone)
 
 
-@pytest.mark.usefixtures("draws_of_a_gpu")
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 1000])
-def test_the_product_is_that_with_the_whole_of_s(rows, gaussian, monkeypatch):
-    # slabs of 128 rows, and normals of 3 groups of rows at a time
-    monkeypatch.setattr(reference, "_SLAB_ELEMENTS", 1)
-    monkeypatch.setattr(reference, "_PIECE", 3 * 9)
-    x, mean = torch.randn(rows, 13).double(), torch.randn(13).double()
-    entries = whole(rows, 9, gaussian, torch.float64)
-    for centre in (None, mean):
-        got = reference.random_projection(x, SEED, centre, rank=9, gaussian=gaussian, scale=0.3, dtype=torch.float64)
-        expected = 0.3 * entries.t() @ (x if centre is None else x - centre)
-        torch.testing.assert_close(got, expected)
+def test_products_are_those_with_the_whole_of_s(rows, gaussian, draws):
+    """In either order of the products."""
+    options = {"gaussian": gaussian, "rank": 9, "dtype": torch.float64}
+    entries = 0.3 * 3 * reference.projection_dense(SEED, rows=rows, **options)
+    if draws == "of a GPU":
+        torch.testing.assert_close(entries, 0.3 * whole(rows, 9, gaussian, torch.float64))
+    stored = torch.randn(9, 13).double()
+    for outputs in (1, 200):
+        g, mean = torch.randn(rows, outputs).double(), torch.randn(outputs).double()
+        for centre in (None, mean):
+            expected = entries.t() @ (g if centre is None else g - centre)
+            got = reference.random_projection(g, SEED, centre, scale=0.3, **options)
+            torch.testing.assert_close(got, expected)
+            got = reference.projected_grad_weight(g, SEED, stored, centre, gaussian=gaussian, scale=0.3)
+            torch.testing.assert_close(got, expected.t() @ stored)
 
 
 @pytest.mark.parametrize("gaussian", [False, True])

@@ -1,4 +1,4 @@
-"""Random numbers of a CPU, and sums that do not depend on slabs."""
+"""Random numbers of a CPU."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from rmm_linear import ops, use_kernels
 from rmm_linear.sketches import SKETCHES, LowBit
 from rmm_linear_kernels import random
 from rmm_linear_kernels.hadamard import reference as hadamard
-from rmm_linear_kernels.projection import reference as projection
 
 
 def words(seed: int, stream: int) -> Tensor:
@@ -26,16 +25,6 @@ def test_streams_of_data_parallel_ranks_are_no_other_ranks_streams() -> None:
     ranks = [(5 + rank * ops._RANK_STRIDE + (1 << 63)) % (1 << 64) - (1 << 63) for rank in range(8)]
     drawn = [words(seed, stream) for seed in ranks for stream in range(8)]
     assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
-
-
-def test_many_seeds_draw_what_each_draws() -> None:
-    seeds = torch.tensor([[3, -4, 5], [6, 7, -(1 << 63)]])
-    options = {"rows": 70, "rank": 5, "dtype": torch.float32}
-    for gaussian in (False, True):
-        together = projection.projection_dense(seeds, gaussian=gaussian, **options)
-        assert together.shape == (2, 3, 70, 5)
-        for seed, alone in zip(seeds.flatten(), together.flatten(0, 1), strict=True):
-            assert torch.equal(projection.projection_dense(seed, gaussian=gaussian, **options), alone)
 
 
 @pytest.mark.parametrize("sketch", [*(kind(ratio=0.4) for kind in SKETCHES.values()), LowBit(None, "int4")], ids=str)
@@ -58,27 +47,6 @@ def test_a_matrix_that_is_made_in_inference_mode_serves_training() -> None:
         found = hadamard.hadamard_sketch(x, seed, None, **options, dtype=torch.float32)
     assert not hadamard._matrix(64, torch.float32).is_inference()
     assert torch.equal(hadamard.hadamard_sketch(x, seed, None, **options, dtype=torch.float32), found)
-
-
-@pytest.mark.parametrize("gaussian", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 1000])
-def test_products_are_those_with_the_whole_of_s(rows: int, gaussian: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In either order of the products; slabs of 128 rows."""
-    monkeypatch.setattr(projection, "_CPU_SLAB_ELEMENTS", 1)
-    seed, rank = torch.tensor(5), 9
-    options = {"rows": rows, "rank": rank, "gaussian": gaussian, "dtype": torch.float64}
-    entries = 3 * projection.projection_dense(seed, **options)
-    x, stored = torch.randn(rows, 13).double(), torch.randn(rank, 13).double()
-    for outputs in (1, 200):
-        g, mean = torch.randn(rows, outputs).double(), torch.randn(outputs).double()
-        for centre in (None, mean):
-            centred = g if centre is None else g - centre
-            options = {"gaussian": gaussian, "scale": 0.3}
-            got = projection.projected_grad_weight(g, seed, stored, centre, **options)
-            torch.testing.assert_close(got, 0.3 * (entries.t() @ centred).t() @ stored)
-            got = projection.random_projection(g, seed, centre, rank=rank, dtype=torch.float64, **options)
-            torch.testing.assert_close(got, 0.3 * entries.t() @ centred)
-    assert x.shape[0] == rows
 
 
 @pytest.mark.parametrize("order", [2, 4, 8, 16, 32, 64])

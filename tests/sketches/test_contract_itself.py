@@ -17,9 +17,7 @@ class Few(SketchContract):
         return Hadamard(ratio=ratio)
 
 
-class FewGaussians(Few):
-    def make(self, ratio):
-        return Gaussian(ratio=ratio)
+FewGaussians = type("FewGaussians", (Few,), {"make": lambda self, ratio: Gaussian(ratio=ratio)})
 
 
 @pytest.mark.parametrize(
@@ -59,14 +57,7 @@ def test_a_failure_names_the_case():
 
 def test_subclasses_share_no_results():
     """The draws of one contract are not another's, not even a subclass's."""
-
-    class First(Few):
-        pass
-
-    class Second(First):
-        pass
-
-    assert len({id(owner._estimates) for owner in (SketchContract, Few, First, Second)}) == 4
+    assert len({id(owner._estimates) for owner in (SketchContract, Few, FewGaussians)}) == 3
 
 
 def test_neither_the_library_nor_the_contract_needs_pytest():

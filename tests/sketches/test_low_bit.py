@@ -1,13 +1,14 @@
 """LowBit: the contract, with rounding in it; bytes; and what a configuration makes of a storage."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from sketch_contract import Estimates, SketchContract, assert_unbiased
-from torch import Tensor, nn
+from torch import Tensor
 
-from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
+from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.functional import linear
 from rmm_linear.memory import measure_kept_bytes
 from rmm_linear.sketches import STORAGES, Centered, Hadamard, LowBit, available_sketches
@@ -172,19 +173,30 @@ def test_the_bytes_of_a_wide_layer_are_a_quarter_and_3_percent():
     assert rounded.saved_bytes(128, 768, torch.bfloat16) > plain.saved_bytes(128, 768, torch.bfloat16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("storage", [None, *STORAGES])
-@pytest.mark.parametrize("sketch", available_sketches())
-def test_every_combination_is_unbiased(sketch: str, storage: str | None, center: bool):
+@pytest.mark.montecarlo
+@pytest.mark.parametrize(
+    ("sketch", "storage", "center"),
+    [
+        *((sketch, None, True) for sketch in ("hadamard", "rows_without_replacement", "crs")),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(available_sketches(), (None, *STORAGES), (False, True))
+        ),
+    ],
+)
+def test_a_layer_that_draws_its_own_seeds_is_unbiased(sketch: str, storage: str | None, center: bool):
+    """False-alarm rate 3e-6 each; a bias of 1 %, or 5 % with a storage, is 6 standard errors."""
     generator = torch.Generator().manual_seed(0)
-    x, g = (torch.randn(67, 32, generator=generator, dtype=torch.float64) for _ in range(2))
-    g = g + x
-    weight = torch.zeros(32, 32, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(67, 48, generator=generator, dtype=torch.float64)
+    g = x @ torch.linalg.qr(torch.randn(48, 48, generator=generator, dtype=torch.float64))[0]
+    weight = torch.zeros(48, 48, dtype=torch.float64, requires_grad=True)
     config = RMMConfig(ratio=0.6, sketch=sketch, storage=storage, center=center, min_rows=1)
-    assert_unbiased(
-        lambda: torch.autograd.grad(linear(x, weight, config=config), weight, g)[0], g.t() @ x, draws=1200, bias=0.05
-    )
+    torch.manual_seed(0)
+
+    def draw() -> Tensor:
+        return torch.autograd.grad(linear(x, weight, config=config), weight, g)[0]
+
+    assert_unbiased(draw, g.t() @ x, draws=1300, bias=0.01 if storage is None else 0.05)
 
 
 def test_rounding_costs_little_next_to_the_rank_that_it_buys():
@@ -219,22 +231,5 @@ def test_a_storage_is_a_knob_like_the_others():
     assert RMMConfig(ratio=1.0, storage="int8", center=False).sketch_object == LowBit(None, "int8")
     assert RMMConfig(ratio=1.0, storage="int8").sketches(4096)
     assert not RMMConfig(ratio=1.0).sketches(4096)
-    for storage in ("int5", 8, ["int8"]):
-        with pytest.raises(ValueError, match=r"is unknown; choose one of int8, int4, int2, or None"):
-            RMMConfig(storage=storage)
     with pytest.raises(ValueError, match="storage='bf16' is unknown"):
         LowBit(None, "bf16")
-
-
-def test_the_summary_says_what_is_held_and_how():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    config = RMMConfig(ratio=0.4, storage="int4")
-    convert_linears(model, config=config, overrides={"1": config.replace(ratio=1.0, center=False), "2": None})
-    found = summary(model)
-    rows, text = found.rows, str(found)
-    assert "hadamard 0.4 centered in int4, from 128 rows" in text
-    assert "input in int4, from 128 rows" in text
-    assert rows[0].kept_bytes_per_row < 0.06 * rows[2].kept_bytes_per_row
-    assert [row.note for row in rows] == ["", "", "exact: not targeted, or excluded"]
-    assert "storage='int4'" in repr(model[0])
-    assert "storage" not in repr(RMMLinear(4, 4))

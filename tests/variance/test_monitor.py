@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from captured import captured
+from model_of import ModelOf
 from torch import Tensor, nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, ops
@@ -20,27 +21,24 @@ CONFIG = RMMConfig(ratio=0.4, min_rows=1)
 SEQUENCES, TOKENS, WIDTH = 6, 11, 16
 
 
-class Network(nn.Module):
+def exact() -> nn.Module:
     """Six residual blocks of two layers, and a layer on the first token."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1))
-            for _ in range(6)
-        )
-        self.labels = nn.Linear(WIDTH, 3)
+    def run(it, x):
+        for block in it.blocks:
+            x = x + block(it.norm(x))
+        return it.labels(it.norm(x[:, 0]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(self.norm(x))
-        return self.labels(self.norm(x[:, 0]))
+    def block():
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1))
+
+    blocks = nn.ModuleList(block() for _ in range(6))
+    return ModelOf(run, norm=nn.LayerNorm(WIDTH), blocks=blocks, labels=nn.Linear(WIDTH, 3))
 
 
 def converted(config: RMMConfig = CONFIG) -> nn.Module:
     torch.manual_seed(0)
-    return convert_linears(Network(), config=config)
+    return convert_linears(exact(), config=config)
 
 
 def train_step(network: nn.Module, seed: int = 0) -> Tensor:
@@ -227,8 +225,8 @@ def test_bad_arguments_and_states_are_refused(every, tmp_path):
         VarianceMonitor(converted(), every=every)
     with pytest.raises(ValueError, match="is a folder; pass the path of a file in it"):
         VarianceMonitor(converted(), path=tmp_path)
-    with pytest.raises(ValueError, match="the Network has no sketched layer.*an unconverted model"):
-        VarianceMonitor(Network())
+    with pytest.raises(ValueError, match="the ModelOf has no sketched layer.*an unconverted model"):
+        VarianceMonitor(exact())
     monitor = VarianceMonitor(network := converted(), every=1)
     train_step(network)
     monitor.close()

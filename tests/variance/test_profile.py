@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from captured import captured
+from model_of import ModelOf
 from sketch_contract import structured_pair
 from torch import Tensor, nn
 
@@ -47,18 +48,6 @@ def test_options_with_a_storage_are_close_to_the_closed_forms(storage, pair):
         assert abs(option.variance - expected) < (0.1 + noise) * own
 
 
-def test_rows_left_out_are_left_out_for_those_that_say_so(pair):
-    x, g = pair
-    index = torch.arange(0, 331, 3)
-    keeps, skips = RMMConfig(ratio=0.3, min_rows=1), RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
-    kept, skipped = layer_options(x, g, [keeps, skips], index=index)
-    assert kept.variance == pytest.approx(gradient_noise(x, g, keeps).sketch_variance)
-    assert skipped.variance == pytest.approx(gradient_noise(x[index], g[index], skips).sketch_variance)
-    assert skipped.saved_bytes == skips.saved_bytes(331, 24, torch.float64, 111) < kept.saved_bytes
-    # without padding there is nothing to leave out
-    assert layer_options(x, g, [skips])[0].variance == pytest.approx(kept.variance)
-
-
 # The closed forms in float32.
 
 
@@ -93,27 +82,22 @@ def test_autocast_does_not_lower_the_products():
 # Whole models.
 
 
-class Network(nn.Module):
-    """Layers of two shapes, dropout, and a buffer that each forward pass changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(12, 16), nn.Linear(16, 12), nn.Linear(12, 3)
-        self.unused = nn.Linear(3, 3)
-        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)
-        return self.last(x + self.dropout(self.second(nn.functional.gelu(hidden))))
-
-
 CONFIGS = [RMMConfig(ratio=ratio, min_rows=1) for ratio in (0.1, 0.5, 0.8, 1.0)]
 
 
 @pytest.fixture
 def network() -> nn.Module:
+    """Layers of two shapes, dropout, and a buffer that each forward pass changes."""
+
+    def run(it, x):
+        hidden = it.norm(it.first(x).transpose(1, 2)).transpose(1, 2)
+        return it.last(x + it.dropout(it.second(nn.functional.gelu(hidden))))
+
     torch.manual_seed(0)
-    return convert_linears(Network(), config=RMMConfig(ratio=0.5, min_rows=1))
+    layers = {"first": (12, 16), "second": (16, 12), "last": (12, 3), "unused": (3, 3)}
+    parts = {name: nn.Linear(*sizes) for name, sizes in layers.items()}
+    model = ModelOf(run, **parts, norm=nn.BatchNorm1d(16), dropout=nn.Dropout(0.2))
+    return convert_linears(model, config=RMMConfig(ratio=0.5, min_rows=1))
 
 
 def batches() -> list[Tensor]:
@@ -191,16 +175,10 @@ def profiled_layer(*batches: tuple[Tensor, Tensor], configs: list[RMMConfig] = C
     return profile.layers[0]
 
 
-def test_batches_are_averaged(pair):
+def test_one_sequence_has_no_spread_but_that_of_its_rows(pair):
     x, g = (each.float() for each in pair)
-    several = profiled_layer((x, g), (2 * x, g))
-    # one sequence has no spread of its own
     one = profiled_layer((x.view(1, 331, 24), g.view(1, 331, 20)))
     assert one.minibatch_variance == pytest.approx(gradient_noise(x, g, CONFIGS[0]).row_variance)
-    for name in ("gradient_squared", "minibatch_variance"):
-        assert getattr(several, name) == pytest.approx(2.5 * getattr(one, name))
-    for both, single in zip(several.options, one.options, strict=True):
-        assert both.variance == pytest.approx(2.5 * single.variance)
 
 
 def test_candidates_without_padding_use_the_models_mask(network):

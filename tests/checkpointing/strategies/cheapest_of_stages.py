@@ -2,6 +2,42 @@
 
 import heapq
 import math
+from dataclasses import replace
+
+import pytest
+
+from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
+from rmm_linear.planning.simulate import peak_and_cost
+
+SMALL = {
+    "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
+    "U": with_backward(u_shape(2, size=8)),
+    "star": with_backward(star(3)),
+    **{f"random {seed}": with_backward(random_layers(5, seed=seed)) for seed in range(4)},
+    "forward": random_layers(8, seed=6),
+}
+
+
+def of_one_run_each(graph):
+    """The same graph, whose ops run once each."""
+    return replace(graph, ops=tuple(replace(op, is_recomputable=False) for op in graph.ops))
+
+
+def plain_peak(graph):
+    return peak_and_cost(graph, range(len(graph.ops)))[0]
+
+
+def assert_none_is_cheaper(program, graph, budgets):
+    """A program finds the cheapest of all orders that have its stages, and it takes what it says."""
+    for budget in budgets:
+        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
+        assert found.status == ("infeasible" if best is None else "optimal")
+        assert found.cost == pytest.approx(math.inf if best is None else best)
+        assert found.bound == pytest.approx(found.cost, rel=1e-5)
+        if found.order is not None:
+            peak_bytes, cost = peak_and_cost(graph, found.order)
+            assert peak_bytes <= budget
+            assert cost == pytest.approx(found.cost)
 
 
 def cheapest_of_stages(graph, budget):

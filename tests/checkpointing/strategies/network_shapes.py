@@ -1,8 +1,5 @@
 """Graphs shaped like networks: residual chains, dense blocks that copy what they concatenate, Transformers."""
 
-from functools import cache
-from itertools import groupby
-
 import torch
 from torch import nn
 
@@ -38,10 +35,7 @@ def dense_blocks(blocks: int, layers: int, *, growth: int = 8) -> Graph:
     return with_backward(of_edges(costs, sizes, edges))
 
 
-@cache
-def transformer() -> tuple[Graph, list[list[int]]]:
-    """The training graph of three blocks of torch's, as it is captured, and its forward ops by block."""
+def transformer() -> Graph:
+    """The training graph of three blocks of torch's, as it is captured."""
     layers = (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
-    graph = capture(nn.Sequential(*layers), (torch.randn(4, 32, 32),)).graph
-    blocks = groupby(range(graph.forward_count), key=lambda op: graph.ops[op].block.partition(".")[0])
-    return graph, [list(ops) for _, ops in blocks]
+    return capture(nn.Sequential(*layers), (torch.randn(4, 32, 32),)).graph

@@ -11,34 +11,21 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from cheapest_of_stages import cheapest_of_stages
+from cheapest_of_stages import SMALL, assert_none_is_cheaper, plain_peak
 from strategy_contract import large_graphs, tiny_graphs
 
-from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import peak_and_cost, simulate
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.jain2020_checkmate import Program, Solution, _stages
 
-_SMALL = {
-    "chain": with_backward(chain([4, 2, 7, 1, 3], [3.0, 1.0, 4.0, 1.0, 5.0])),
-    "U": with_backward(u_shape(2, size=8)),
-    "star": with_backward(star(3)),
-    **{f"random {seed}": with_backward(random_layers(5, seed=seed)) for seed in range(4)},
-    "forward": random_layers(8, seed=6),
-}
 
-
-@pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
+@pytest.mark.parametrize("graph", SMALL.values(), ids=SMALL)
 def test_no_order_of_its_stages_is_cheaper(graph):
-    program = Program(graph)
-    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
-    for budget in range(plain // 2, plain + 1, 2):
-        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
-        assert found.status == ("infeasible" if best is None else "optimal")
-        assert found.cost == pytest.approx(math.inf if best is None else best)
-        assert found.bound == pytest.approx(found.cost, rel=1e-5)
+    plain = plain_peak(graph)
+    assert_none_is_cheaper(Program(graph), graph, range(plain // 2, plain + 1, 2))
 
 
 def test_plans_that_exceed_by_random_states_are_sought_again():
@@ -51,7 +38,7 @@ def test_plans_that_exceed_by_random_states_are_sought_again():
 
 def test_a_solver_that_is_stopped_returns_a_plan_and_a_bound():
     graph = dict(large_graphs())["chain of 53"]
-    budget = peak_and_cost(graph, range(len(graph.ops)))[0] // 2
+    budget = plain_peak(graph) // 2
     one, other = (Program(graph).solve(budget, node_limit=1) for _ in range(2))
     assert one == other
     assert peak_and_cost(graph, one.order)[0] <= budget
@@ -63,7 +50,7 @@ def test_a_plan_says_what_its_solver_proved(name):
     if name == "moccasin2023_cp":
         pytest.importorskip("ortools")
     graph = with_backward(chain([4] * 6))
-    budget = peak_and_cost(graph, range(12))[0] * 8 // 10
+    budget = plain_peak(graph) * 8 // 10
     schedule = Schedule.from_json(get_strategy(name).plan(graph, budget).to_json())
     assert schedule.proof == "its program has no plan of less cost"
     assert f"\n{name}: {schedule.proof}\n" in str(CheckpointPlan.of(graph, schedule, budget))
@@ -75,7 +62,7 @@ def test_a_stopped_solver_proves_its_bound():
     # nothing is said where nothing is proven
     assert Solution(cost=10.0, order=(0,), bound=0.0, status="stopped").proof(plain_cost=8.0) == ""
     assert Solution(cost=math.inf, order=None, bound=9.0, status="stopped").proof(plain_cost=8.0) == ""
-    assert get_strategy("auto").plan(_SMALL["chain"], 24).proof == ""
+    assert get_strategy("auto").plan(SMALL["chain"], 24).proof == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -83,7 +70,7 @@ def test_ctrl_c_returns_the_rounded_plan_and_the_relaxed_bound(monkeypatch):
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("Python interrupts the main thread alone")
     graph = with_backward(chain([100] * 20))
-    budget = int(0.4 * peak_and_cost(graph, range(40))[0])
+    budget = int(0.4 * plain_peak(graph))
     program = Program(graph)
     solved, interrupt = program._solved, threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
 
@@ -125,18 +112,11 @@ def test_too_large_a_graph_is_refused():
         Program(with_backward(chain([1] * 1500)))
 
 
-def test_the_extra_is_named_where_scipy_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
-        get_strategy("jain2020_checkmate").plan(with_backward(chain([4] * 3)), 10)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("seed", range(200))
 def test_no_order_of_its_stages_is_cheaper_on_random_graphs(seed):
     graph = random_layers(4 + seed % 2, seed=seed, density=0.2 + 0.1 * (seed % 5))
     graph = with_backward(graph) if seed % 4 else graph
-    program, plain = Program(graph), peak_and_cost(graph, range(len(graph.ops)))[0]
-    for budget in (plain - 1, plain * 9 // 10, plain * 8 // 10, plain * 7 // 10):
-        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
-        assert found.cost == pytest.approx(math.inf if best is None else best)
+    plain = plain_peak(graph)
+    budgets = (plain - 1, plain * 9 // 10, plain * 8 // 10, plain * 7 // 10)
+    assert_none_is_cheaper(Program(graph), graph, budgets)

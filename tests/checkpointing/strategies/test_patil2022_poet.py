@@ -1,13 +1,12 @@
 """POET against all orders that have its stages and loads; energy, and tensors that are never paged."""
 
-import math
 from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("scipy")
 
-from cheapest_of_stages import cheapest_of_stages
+from cheapest_of_stages import assert_none_is_cheaper, of_one_run_each, plain_peak
 from strategy_contract import large_graphs
 
 from experiments.checkpointing.generators import chain, random_layers, star, u_shape, with_backward
@@ -18,17 +17,11 @@ from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.jain2020_checkmate import Program
 from rmm_linear.planning.strategies.patil2022_poet import PagingProgram
 
-
-def _fixed(graph):
-    """The same graph, whose ops run once each."""
-    return replace(graph, ops=tuple(replace(op, is_recomputable=False) for op in graph.ops))
-
-
 _CHAIN = with_backward(chain([4, 2, 7, 1], [3.0, 1.0, 4.0, 1.0]))
 _SMALL = {
     "chain": replace(_CHAIN, page_cost=0.3),
     "chain, paging is dear": replace(_CHAIN, page_cost=3.0),
-    "chain, nothing runs twice": replace(_fixed(_CHAIN), page_cost=0.3),
+    "chain, nothing runs twice": replace(of_one_run_each(_CHAIN), page_cost=0.3),
     "U": replace(with_backward(u_shape(2, size=2)), page_cost=0.1),
     "star": replace(with_backward(star(2)), page_cost=0.2),
     "random": replace(with_backward(random_layers(4, seed=2)), page_cost=0.05),
@@ -37,24 +30,16 @@ _SMALL = {
 
 @pytest.mark.parametrize("graph", _SMALL.values(), ids=_SMALL)
 def test_no_order_of_its_stages_and_loads_is_cheaper(graph):
-    program = PagingProgram(graph)
-    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
-    for budget in range(plain // 2, plain + 1, 2):
-        found, best = program.solve(budget), cheapest_of_stages(graph, budget)
-        assert found.status == ("infeasible" if best is None else "optimal")
-        assert found.cost == pytest.approx(math.inf if best is None else best)
-        if found.order is not None:
-            peak_bytes, cost = peak_and_cost(graph, found.order)
-            assert peak_bytes <= budget
-            assert cost == pytest.approx(found.cost)
+    plain = plain_peak(graph)
+    assert_none_is_cheaper(PagingProgram(graph), graph, range(plain // 2, plain + 1, 2))
 
 
 _SIX = with_backward(chain([5, 1, 8, 3, 2, 6], [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]))
-_SIX_PEAK = peak_and_cost(_SIX, range(len(_SIX.ops)))[0]
+_SIX_PEAK = plain_peak(_SIX)
 
 
 def test_paging_meets_budgets_that_computing_again_does_not():
-    graph = replace(_fixed(_SIX), page_cost=0.01)
+    graph = replace(of_one_run_each(_SIX), page_cost=0.01)
     with pytest.raises(InfeasibleBudgetError):
         get_strategy("jain2020_checkmate").plan(graph, _SIX_PEAK * 9 // 10)
     schedule = get_strategy("patil2022_poet").plan(graph, _SIX_PEAK * 9 // 10)
@@ -80,7 +65,7 @@ def test_energy_decides_between_paging_and_computing_again():
 
 def test_large_graphs_are_rounded_within_the_budget():
     graph = replace(dict(large_graphs())["chain of 53"], page_cost=0.001)
-    plain = peak_and_cost(graph, range(len(graph.ops)))[0]
+    plain = plain_peak(graph)
     _, orders = PagingProgram(graph).relaxed(plain // 2, 20.0)
     fitting = [order for order in orders if peak_and_cost(graph, order)[0] <= plain // 2]
     assert any(max(order) >= len(graph.ops) for order in fitting)
@@ -98,7 +83,7 @@ def test_results_outputs_and_gradients_are_never_paged():
 
 def test_without_a_cost_of_paging_its_plans_are_those_of_checkmate():
     graph = with_backward(chain([4, 2, 7, 1, 3]))
-    budget = peak_and_cost(graph, range(len(graph.ops)))[0] * 9 // 10
+    budget = plain_peak(graph) * 9 // 10
     assert get_strategy("patil2022_poet").plan(graph, budget).order == (
         get_strategy("jain2020_checkmate").plan(graph, budget).order
     )

@@ -1,8 +1,12 @@
 """Every strategy passes the contract."""
 
+import sys
+from functools import cache
+
 import pytest
 from strategy_contract import StrategyContract
 
+from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.strategies import auto, available_strategies, get_strategy
 
 SMALL = {"small": True}
@@ -44,16 +48,23 @@ globals().update({f"Test_{name}": contract_of(name, attributes) for name, attrib
 @pytest.fixture(scope="module")
 def one_search_for_the_leanest_order():
     """A strategy that tells the least budget at each refusal looks at all orders of a graph once."""
-    search, found = auto.leanest_order, {}
-
-    def leanest_order(graph):
-        if graph.fingerprint not in found:
-            found[graph.fingerprint] = search(graph)
-        return found[graph.fingerprint]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "leanest_order", leanest_order)
+        patch.setattr(auto, "leanest_order", cache(auto.leanest_order))
         yield
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("jain2020_checkmate", "scipy.optimize"),
+        ("moccasin2023_cp", "ortools.sat.python"),
+        ("steiner2022_olla", "ortools.sat.python"),
+    ],
+)
+def test_the_extra_is_named_where_a_solver_is_missing(name, missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"rmm-linear\[plan\]"):
+        get_strategy(name).plan(with_backward(chain([4] * 3)), 10)
 
 
 def test_every_strategy_has_its_contract():

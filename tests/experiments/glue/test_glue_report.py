@@ -33,8 +33,8 @@ TRUTH = {
 }
 
 
-def _fake_results(folder: Path) -> list[dict[str, Any]]:
-    """Write result files with made-up numbers."""
+def _fake_results(folder: Path, step_variances: dict[str, float] | None = None) -> list[dict[str, Any]]:
+    """Write result files with made-up numbers, and with the noise of each method if it is given."""
     results = []
     for knobs in METHODS:
         for seed in SEEDS:
@@ -61,6 +61,9 @@ def _fake_results(folder: Path) -> list[dict[str, Any]]:
                 "train_seconds": sum(seconds),
                 "steps": {"seconds": seconds, "grad_norm": [0.1] * 50},
             }
+            if step_variances is not None:
+                variances = {"step_variance": step_variances.get(settings.method_label, 0.0)}
+                result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
             (folder / f"{settings.name}.json").write_text(json.dumps(result))
             results.append(result)
     return results
@@ -123,10 +126,7 @@ def test_the_sentence_says_what_is_worse_in_bytes_time_and_noise(
     monkeypatch.setitem(TRUTH, "hadamard-0.1-centered", (0.03, 0.4, time))
     monkeypatch.setitem(TRUTH, "gaussian-0.1", (0.08, 0.5, exact_time))
     noises = {"gaussian-0.1": 2.0, "hadamard-0.1-centered": noise, "hadamard-0.5-centered": 0.5}
-    for result in _fake_results(tmp_path):
-        variances = {"step_variance": noises.get(label_of(result), 0.0)}
-        result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
-        (tmp_path / f"{result['name']}.json").write_text(json.dumps(result))
+    _fake_results(tmp_path, noises)
     # hadamard at 0.5 and exact gradients have less noise, and checkpointing keeps less
     assert beaten_methods(compare(tmp_path)) == f"demo: in kept bytes and step time, at no more noise, {words}."
 
@@ -157,10 +157,7 @@ def test_runs_that_differ_in_more_than_method_and_seed_share_no_table(
 
 def test_rounding_is_no_noise(tmp_path: Path) -> None:
     noises = {"exact": 0.0, "gaussian-0.1": 2e-14, "hadamard-0.1-centered": 2e-5}
-    for result in _fake_results(tmp_path):
-        variances = {"step_variance": noises.get(label_of(result), 0.0)}
-        result["gradient_noise"] = variances | {"minibatch_variance": 1.0, "gradient_squared": 1.0}
-        (tmp_path / f"{result['name']}.json").write_text(json.dumps(result))
+    _fake_results(tmp_path, noises)
     found = {row.label: row.noise for row in compare(tmp_path).rows}
     assert found["gaussian-0.1"] == 0.0
     assert found["hadamard-0.1-centered"] == pytest.approx(2e-5)

@@ -33,23 +33,17 @@ def _comparable(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in MEASURED} | {"steps": steps}
 
 
-class AtEachStep(TrainerCallback):
-    """Calls a function with the number of each step before it."""
-
-    def __init__(self, call: Callable[[int], object]) -> None:
-        self.call = call
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.call(state.global_step)
-
-
 def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseException]) -> Callable[[], list[int]]:
     """Make the next runs break off before a step; the returned function makes them whole, and returns their steps."""
     whole = PreparedRun.train
 
     def watch(call: Callable[[int], object]) -> None:
+        class AtEachStep(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                call(state.global_step)
+
         def train(self: PreparedRun, *arguments: Any, **keywords: Any) -> dict[str, Any]:
-            return whole(self, *arguments, **keywords, callbacks=(AtEachStep(call),))
+            return whole(self, *arguments, **keywords, callbacks=(AtEachStep(),))
 
         monkeypatch.setattr(PreparedRun, "train", train)
 
@@ -77,6 +71,8 @@ def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseEx
         # before any checkpoint
         slow(RunSettings(method="wta_crs", ratio=0.3, **TWO_EPOCHS), 1, 0),
         slow(RunSettings(method="hadamard", group_lengths=True, monitor=2, **TWO_EPOCHS), 9, 8),
+        # before no step, but while the checkpoint of step 4 is written
+        slow(RunSettings(**TWO_EPOCHS), -1, 2),
     ],
     ids=lambda value: value.method_label if isinstance(value, RunSettings) else str(value),
 )
@@ -85,9 +81,17 @@ def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
     settings: RunSettings, interrupted_at: int, resumes_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = execute(settings, tmp_path / "whole")
-    mend = _interrupt_at(monkeypatch, interrupted_at, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        execute(settings, tmp_path / "broken")
+    mend, save = _interrupt_at(monkeypatch, interrupted_at, KeyboardInterrupt), Trainer._save_optimizer_and_scheduler
+
+    def killed(trainer: Trainer, *arguments: Any) -> None:
+        if interrupted_at < 0 and trainer.state.global_step == 4:
+            raise KeyboardInterrupt
+        save(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_optimizer_and_scheduler", killed)
+        with pytest.raises(KeyboardInterrupt):
+            execute(settings, tmp_path / "broken")
     left = json.loads(result_path(settings, tmp_path / "broken").read_text())
     assert left["status"] == "running"
     assert "final" not in left
@@ -100,29 +104,6 @@ def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
     assert len(resumed["steps"]["seconds"]) == len(resumed["steps"]["step"]) == 10
     # nothing but the result is left
     assert [path.name for path in (tmp_path / "broken").iterdir()] == [f"{settings.name}.json"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny_demo")
-def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = execute(RunSettings(**TWO_EPOCHS), tmp_path / "whole")
-    save, calls = Trainer._save_optimizer_and_scheduler, []
-
-    def third_time_lucky(self: Trainer, *arguments: Any) -> None:
-        calls.append(self.state.global_step)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        save(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save_optimizer_and_scheduler", third_time_lucky)
-        with pytest.raises(KeyboardInterrupt):
-            execute(RunSettings(**TWO_EPOCHS), tmp_path / "broken")
-    resumed = execute(RunSettings(**TWO_EPOCHS), tmp_path / "broken")
-    assert [attempt["from_step"] for attempt in resumed["attempts"]] == [0, calls[1]]
-    assert _comparable(resumed) == _comparable(whole)
 
 
 @pytest.mark.usefixtures("tiny_demo")

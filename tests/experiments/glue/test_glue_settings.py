@@ -86,12 +86,3 @@ def test_what_is_recorded_says_nothing_about_the_machine(tmp_path: Path) -> None
     assert recorded["data"] == "folder"
     assert recorded["model"] == "some-model"
     assert str(tmp_path) not in repr(recorded)
-
-
-def test_the_papers_recipe() -> None:
-    paper = load_named_config("paper")
-    for task, batch_size, learning_rate in (("cola", 16, 1e-5), ("rte", 16, 2e-5), ("sst2", 32, 2e-5)):
-        run = paper.run(task=task)
-        assert (run.batch_size, run.learning_rate, run.epochs) == (batch_size, learning_rate, 10)
-        assert (run.beta1, run.beta2, run.epsilon, run.weight_decay) == (0.9, 0.98, 1e-6, 0.1)
-        assert (run.schedule, run.warmup) == ("polynomial", 0.06)

@@ -108,18 +108,3 @@ def test_the_cut_training_split_is_always_the_same(tmp_path: Path) -> None:
     official = (tmp_path / "glue" / "SST-2" / "train.tsv").read_bytes().splitlines()
     assert len(files[0][0].splitlines()) == 11
     assert set(files[0][0].splitlines()) < set(official)
-
-
-def test_the_study_has_no_clipping_and_the_runs_it_promises() -> None:
-    config = load_named_config("study")
-    run = config.run(task="cola")
-    assert (run.max_grad_norm, run.schedule, run.warmup) == (0, "linear", 0.06)
-    study = Study("study", Path("nowhere"), Path("nowhere"), data=None, model=None)
-    runs = [run for file, run in study.plan() if file == ROWS]
-    assert len({run.name for run in runs}) == len(runs) == 4 * (7 * 5 + 3 * 2) + 7 * 3 + 4 * 5
-    assert {run.method for run in runs[-4 * 5 :]} == {"fit"}
-    of_each_seed = ((0, 40), (1, 40), (2, 28), (3, 28), (4, 28), (0, 7), (1, 7), (2, 7))
-    of_each_seed += tuple((seed, 4) for seed in range(5))
-    assert [run.seed for run in runs] == [seed for seed, count in of_each_seed for _ in range(count)]
-    for task, epochs in study._content["tuning"]["epochs"].items():
-        assert len(epochs) * len(study._content["tuning"]["learning_rate"]) == len(study.tuning_runs(task)) == 8

@@ -1,16 +1,12 @@
 """The Hadamard sketch's kernel against its reference."""
 
-from functools import partial
-
 import pytest
 import torch
-from operands import operands
+from operands import DTYPES, LAYOUTS, assert_as_good, grid, operands
 
 from rmm_linear.sketches import Hadamard
 from rmm_linear_kernels.hadamard import kernel, reference
 
-# cases alike: a GPU runs them all
-grid = partial(pytest.param, marks=pytest.mark.grid)
 # every construction of the matrix, blocks of unequal length, one row, and blocks of more than 64 rows
 GEOMETRIES = [
     *((rows, 0.9) for rows in (1, 2, 5, 12, 17, 27, 36, 44, 56, 60, 64)),
@@ -22,21 +18,13 @@ GEOMETRIES = [
     grid(300, 0.02),
     grid(1100, 0.004),
 ]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = [(dtype, out) if torch.float32 in (dtype, out) else grid(dtype, out) for dtype in DTYPES for out in DTYPES]
 
 
 def check(x, seed, mean, ratio, *, scale=0.3, dtype=torch.float32):
-    """Error against float64 at most twice the reference's, next to the size of the result."""
     blocks, kept = Hadamard(ratio).geometry(x.shape[0])
-    how = {"blocks": blocks, "kept": kept, "scale": scale}
-    found = kernel.hadamard_sketch(x, seed, mean, **how, dtype=dtype)
-    plain = reference.hadamard_sketch(x, seed, mean, **how, dtype=dtype)
-    wide_mean = None if mean is None else mean.double()
-    truth = reference.hadamard_sketch(x.double(), seed, wide_mean, **how, dtype=torch.float64)
-    assert (found.dtype, found.shape, found.is_contiguous()) == (dtype, plain.shape, True)
-    allowed = 2 * (plain.double() - truth).abs().max() + 1e-5 * max(1.0, float(truth.abs().max()))
-    assert (found.double() - truth).abs().max() <= allowed
+    how = {"blocks": blocks, "kept": kept, "scale": scale, "dtype": dtype}
+    assert_as_good(kernel.hadamard_sketch, reference.hadamard_sketch, x, seed, mean, **how)
 
 
 @pytest.mark.parametrize(("rows", "ratio"), GEOMETRIES)
@@ -53,14 +41,9 @@ def test_dtypes(dtype, out, device, nan_poison):
     check(x, torch.tensor(-5, device=device), mean, 0.3, scale=0.25, dtype=out)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded rows", "expanded columns"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout, device, nan_poison):
-    x = {
-        "transposed": torch.randn(41, 131, device=device).t(),
-        "every other column": torch.randn(131, 82, device=device)[:, ::2],
-        "expanded rows": torch.randn(1, 41, device=device).expand(131, 41),
-        "expanded columns": torch.randn(131, 1, device=device).expand(131, 41),
-    }[layout]
+    x = LAYOUTS[layout](131, 41, device=device)
     for mean in (None, torch.randn(82, device=device)[::2]):
         check(x, torch.tensor(3, device=device), mean, 0.3)
 
@@ -79,11 +62,8 @@ def test_signs_and_columns_are_the_reference_s_bit_for_bit(seed, rows, ratio, de
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_values_of_every_size(size, device):
     """On a GPU float32 is cut into parts: none of its bits is lost, for small and for large values."""
-    blocks, kept = Hadamard(0.5).geometry(64)
-    how = {"blocks": blocks, "kept": kept, "scale": 1.0, "dtype": torch.float32}
-    x, seed = torch.randn(64, 16, device=device) * size, torch.tensor(3, device=device)
-    found, expected = (of.hadamard_sketch(x, seed, None, **how) / size for of in (kernel, reference))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    x, _ = operands(64, 16, torch.float32, device, size)
+    check(x, torch.tensor(3, device=device), None, 0.5, scale=1.0)
 
 
 @pytest.mark.parametrize(("rows", "features"), [(0, 5), (70, 0)])

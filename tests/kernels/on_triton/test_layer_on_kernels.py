@@ -1,16 +1,13 @@
 """A whole layer on Triton kernels: what a GPU runs, without one."""
 
-from functools import partial
-
 import pytest
 import torch
+from operands import DTYPES, grid
 
 import rmm_linear
 from rmm_linear import RMMConfig, backend
 from rmm_linear.functional import linear
-from rmm_linear.sketches import LowBit
 
-grid = partial(pytest.param, marks=pytest.mark.grid)
 ROWS, FEATURES, OUTPUTS = 132, 24, 20
 # one of each kind; the interpreter takes seconds for a case
 CASES = [
@@ -29,9 +26,6 @@ CONFIGS = [
     RMMConfig(ratio=0.4, keep_tokens=(0, -1)),
     RMMConfig(ratio=0.4, storage="int4", keep_tokens=(0, -1)),
 ]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# minutes there, seconds on a GPU
-SLOW_IN_THE_INTERPRETER = pytest.mark.montecarlo if torch.cuda.is_available() else pytest.mark.slow
 
 
 def gradients(config, dtype, device, *, kernels, bias=True, seed=7):
@@ -93,29 +87,3 @@ def test_kernels_of_a_step(config, expected, device, monkeypatch):
     monkeypatch.setattr(backend, "_launcher", lambda name: launched.append(name) or launcher(name))
     gradients(config, torch.float32, device, kernels="triton")
     assert launched == expected
-
-
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("storage", [None, "int8"])
-@SLOW_IN_THE_INTERPRETER
-@pytest.mark.montecarlo
-def test_weight_gradient_is_unbiased(center, storage, device):
-    """A bias of 1 % of the gradient would be at 6 standard errors: false-alarm rate 6e-7 a case, fixed seeds."""
-    config = RMMConfig(ratio=0.75, center=center, storage=storage, min_rows=1)
-    sketch = config.sketch_object
-    # x and g correlated, so that there is a gradient to be biased
-    x = torch.randn(96, 8, device=device) + torch.randn(8, device=device)
-    g = x @ torch.randn(8, 4, device=device) + torch.randn(96, 4, device=device)
-    exact = (g.t() @ x).double()
-    draws = 2200
-    projections = torch.empty(draws, dtype=torch.float64)
-    with rmm_linear.use_kernels("triton"):
-        for draw in range(draws):
-            saved = sketch.compress(x, torch.tensor(draw * 7919 + 1, device=device))
-            estimate, column_sum = sketch.backward(g, saved)
-            projections[draw] = (estimate.double() * exact).sum() / exact.square().sum()
-    torch.testing.assert_close(column_sum, g.sum(0))
-    standard_error = projections.std() / draws**0.5
-    assert standard_error < 0.01 / 6
-    assert abs(projections.mean() - 1) < 5 * standard_error
-    assert isinstance(getattr(sketch, "inner", None), LowBit) == (storage is not None and center)

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
+from operands import DTYPES, grid
 from torch import Tensor
 
 from rmm_linear_kernels.low_bit import kernel, reference
@@ -13,10 +13,7 @@ from rmm_linear_kernels.low_bit import kernel, reference
 pytestmark = pytest.mark.usefixtures("nan_poison")
 
 KINDS = tuple(reference.BITS)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
-# cases alike: a GPU runs them all
-grid = partial(pytest.param, marks=pytest.mark.grid)
 SOME_KINDS = [kind if kind in ("int8", "int2") else grid(kind) for kind in KINDS]
 # of strides and of groups that are read twice: 2 bits are packed as well
 PACKED = [kind if kind == "int2" else grid(kind) for kind in KINDS]

@@ -4,26 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from operands import operands
+from operands import DTYPES, LAYOUTS, assert_as_good, grid, operands
 
 from rmm_linear_kernels.projection import kernel, reference
 
-# cases alike: a GPU runs them all
-grid = partial(pytest.param, marks=pytest.mark.grid)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def assert_is_as_good_as_the_reference(x, seed, mean, *, rank, gaussian, dtype, scale=0.1):
-    """Error against float64 at most twice the reference's, next to the size of the result."""
-    arguments = {"rank": rank, "gaussian": gaussian, "scale": scale}
-    found = kernel.random_projection(x, seed, mean, **arguments, dtype=dtype)
-    plain = reference.random_projection(x, seed, mean, **arguments, dtype=dtype)
-    wide_mean = None if mean is None else mean.double()
-    truth = reference.random_projection(x.double(), seed, wide_mean, **arguments, dtype=torch.float64)
-    assert (found.dtype, found.shape) == (plain.dtype, plain.shape)
-    assert found.is_contiguous()
-    allowed = 2 * (plain.double() - truth).abs().max() + 1e-5 * truth.abs().max()
-    assert ((found.double() - truth).abs() <= allowed).all()
+assert_is_as_good_as_the_reference = partial(
+    assert_as_good, kernel.random_projection, reference.random_projection, scale=0.1
+)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +83,9 @@ def test_splits_cover_the_rows():
 
 
 @pytest.mark.parametrize("gaussian", [False, True])
-@pytest.mark.parametrize(
-    "layout", ["transposed", *map(grid, ("every other column", "expanded rows", "expanded columns"))]
-)
+@pytest.mark.parametrize("layout", ["transposed", *map(grid, [*LAYOUTS][1:])])
 def test_any_strides(layout, gaussian, device, nan_poison):
-    x = {
-        "transposed": torch.randn(21, 70, device=device).t(),
-        "every other column": torch.randn(70, 42, device=device)[:, ::2],
-        "expanded rows": torch.randn(1, 21, device=device).expand(70, 21),
-        "expanded columns": torch.randn(70, 1, device=device).expand(70, 21),
-    }[layout]
+    x = LAYOUTS[layout](70, 21, device=device)
     mean = torch.randn(21, 2, device=device)[:, 1]
     seed = torch.tensor(3, device=device)
     arguments = {"rank": 5, "gaussian": gaussian, "scale": 1.0, "dtype": torch.float32}
