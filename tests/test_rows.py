@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import warnings
 
 import pytest
@@ -187,6 +188,16 @@ def test_the_closed_form_is_the_variance_of_the_draws(x, g, mask, storage, skip,
     measured = measure_sketch_variance(x, g, config, index=index, draws=draws)
     assert abs(measured.value - known) <= 5 * measured.standard_error + 0.01 * known
     assert measured.standard_error < 0.02 * known
+    # and a layer draws as the function that is measured
+    weight = torch.zeros(OUTPUTS, FEATURES, requires_grad=True)
+    rows = ValidRows(mask) if skip else None
+    exact = g.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+    torch.manual_seed(1)
+    errors = torch.empty(draws // 2)
+    for draw in range(len(errors)):
+        found = torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
+        errors[draw] = (found - exact).square().sum()
+    assert abs(float(errors.mean()) - known) <= 5 * float(errors.std()) / math.sqrt(len(errors)) + 0.01 * known
 
 
 @pytest.mark.parametrize("storage", STORAGES)
