@@ -6,15 +6,17 @@ from rmm_linear.compiler.rewrites.codes import draw_keys
 
 
 def gradients(model, run, x):
-    """The gradient of each parameter after one step."""
+    """The gradient of each parameter after one step, and of the input if it needs one."""
     model.zero_grad()
+    x.grad = None
     run(x).backward()
-    return {name: parameter.grad.double().clone() for name, parameter in model.named_parameters()}
+    trained = dict(model.named_parameters()) | ({"x": x} if x.requires_grad else {})
+    return {name: each.grad.double().clone() for name, each in trained.items()}
 
 
-def judge(model, run, x, draws):
+def judge(model, run, x, draws, exact=None):
     """For each estimated parameter: slope, its standard error, n |mean error|^2 / mean |error|^2, relative error."""
-    exact = gradients(model, model, x)
+    exact = gradients(model, model, x) if exact is None else exact
     slopes = {name: [] for name in exact}
     totals, squares = dict.fromkeys(exact, 0.0), dict.fromkeys(exact, 0.0)
     for _ in range(draws):
