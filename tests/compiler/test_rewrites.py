@@ -6,6 +6,7 @@ over the sum of |error|^2 is 1 in the mean if errors are unbiased, and n beta^2 
 
 import copy
 import math
+from functools import partial
 
 import draws as draws_of_gradients
 import pytest
@@ -93,6 +94,11 @@ class ByHand(Attention):
 def compiled(model, executor="exact", **options):
     torch._dynamo.reset()
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, **options})
+
+
+def plan_of(model, x, **options):
+    compiled(model, **options)(x).backward()
+    return plans(model)[-1]
 
 
 def judge(model, x, draws, **options):
@@ -230,22 +236,52 @@ class CutSilu(nn.Module):
         return functional.silu(self.linear(x)).clamp(max=41)
 
 
+def with_outliers(body):
+    x = torch.randn(ROWS, WIDTH)
+    x[::50] *= 30
+    return Net(body, 2.0), x
+
+
+def small_beside_outliers():
+    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
+    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
+    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
+
+    class Masked(Net):
+        def forward(self, x):
+            return (weight * self.after(self.body(self.before(x)))).sum()
+
+    model = Masked(nn.GELU())
+    with torch.no_grad():
+        model.before.bias.zero_()
+    return model, x
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("body", "bits"),
+    ("body", "bits", "draws"),
     [
-        (FakeQuantised, 8),
-        pytest.param(ConstantTimesFunction, 4, marks=pytest.mark.slow),
-        pytest.param(OneForBoth, 4, marks=pytest.mark.slow),
-        (RMSOfRMS, 4),
-        pytest.param(ScaledRMS, 4, marks=pytest.mark.slow),
-        pytest.param(SigmoidGate, 4, marks=pytest.mark.slow),
-        (CutSilu, 8),
+        (FakeQuantised, 8, 150),
+        slow(ConstantTimesFunction, 4, 150),
+        slow(OneForBoth, 4, 150),
+        (RMSOfRMS, 4, 150),
+        slow(ScaledRMS, 4, 150),
+        slow(SigmoidGate, 4, 150),
+        (CutSilu, 8, 150),
+        (small_beside_outliers, 4, 400),
+        slow(small_beside_outliers, 8, 400),
+        slow(lambda: with_outliers(nn.LayerNorm(WIDTH)), 4, 200),
+        slow(lambda: with_outliers(nn.GELU()), 4, 200),
     ],
     ids=lambda given: getattr(given, "__name__", given),
 )
-def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits):
+def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits, draws):
     torch.manual_seed(0)
-    result, plan = judge(Net(body(), 5.0), torch.randn(ROWS, WIDTH), 150, bits=bits)
+    made = body()
+    model, x = made if isinstance(made, tuple) else (Net(made, 5.0), torch.randn(ROWS, WIDTH))
+    result, plan = judge(model, x, draws, bits=bits)
     assert plan.coding.coded
     assert is_unbiased(result, named_bias(plan, bits)), result
 
@@ -254,12 +290,12 @@ def test_scores_of_attention_are_said_to_be_biased():
     for bits, number in ((4, 4), (8, 4)):
         torch.manual_seed(0)
         model = Net(Attention())
-        compiled(model, bits={"attention": bits})(torch.randn(ROWS, WIDTH)).backward()
-        coding = plans(model)[-1].coding
+        plan = plan_of(model, torch.randn(ROWS, WIDTH), bits={"attention": bits})
+        coding = plan.coding
         assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
         assert sum(tensor.bias is None for tensor in coding.coded) == 2
         assert coding.freed_bytes == number * 4 * ROWS * WIDTH
-        assert "no bound is known" in str(plans(model)[-1])
+        assert "no bound is known" in str(plan)
 
 
 def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_numbers():
@@ -298,39 +334,6 @@ def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
         model.before.bias.fill_(0.003)
     result, _ = judge(model, x, 100, bits=8)
     assert is_unbiased(result), result
-
-
-def small_beside_outliers():
-    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
-    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
-    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
-
-    class Masked(Net):
-        def forward(self, x):
-            return (weight * self.after(self.body(self.before(x)))).sum()
-
-    model = Masked(nn.GELU())
-    with torch.no_grad():
-        model.before.bias.zero_()
-    return model, x
-
-
-@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
-def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
-    torch.manual_seed(0)
-    model, x = small_beside_outliers()
-    result, plan = judge(model, x, 400, bits=bits)
-    assert is_unbiased(result, named_bias(plan, bits)), result
-
-
-@pytest.mark.slow
-def test_outliers_keep_norms_and_activations_unbiased():
-    torch.manual_seed(0)
-    x = torch.randn(ROWS, WIDTH)
-    x[::50] *= 30
-    for body in (nn.LayerNorm(WIDTH), nn.GELU()):
-        result, plan = judge(Net(body, 2.0), x, 200, bits=4)
-        assert is_unbiased(result, max(tensor.bias for tensor in plan.coding.coded)), result
 
 
 def test_a_weight_gradient_has_the_variance_of_the_closed_form():
@@ -482,14 +485,11 @@ def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype, executor):
 def test_the_result_of_relu_is_freed_by_its_mask_and_the_code_of_a_linear_layers_input(p):
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.ReLU(), *([nn.Dropout(p)] if p else []))), torch.randn(ROWS, WIDTH)
-    compiled(model, bits=8)(x).backward()
-    freed = {memory.name: memory.codes for memory in plans(model)[-1].coding.freed}
+    freed = {memory.name: memory.codes for memory in plan_of(model, x, bits=8).coding.freed}
     assert freed["relu"] == (("mask of relu",) if p else ("mask of relu", "relu"))
     for alone in ("activation", "linear"):
-        compiled(model, bits={alone: 8})(x).backward()
-        assert ("relu" in {memory.name for memory in plans(model)[-1].coding.freed}) == (
-            p > 0 and alone == "activation"
-        )
+        freed = {memory.name for memory in plan_of(model, x, bits={alone: 8}).coding.freed}
+        assert ("relu" in freed) == (p > 0 and alone == "activation")
 
 
 def test_few_rows_and_float64_stay_exact():
@@ -713,8 +713,7 @@ def test_bits_that_are_none_are_refused():
 def test_a_plan_tells_the_bytes_of_its_codes():
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU())), torch.randn(200, WIDTH)
-    compiled(model, bits={"norm": 8, "activation": 4})(x).backward()
-    (plan,) = plans(model)
+    plan = plan_of(model, x, bits={"norm": 8, "activation": 4})
     kept = plan.planned.forward_bytes
     # the norm's statistic of 200 rows, the keys of two codes, the loss, what is squared, and what GELU returns
     assert kept == plan.coding.code_bytes + 200 * 4 + 2 * 8 + 4 + 200 * 3 * 4
@@ -737,10 +736,9 @@ class SumOfNorms(nn.Module):
 
 def test_a_statistic_whose_exact_value_is_kept_has_no_code():
     torch.manual_seed(0)
-    model = Net(RMSOfRMS())
-    compiled(model, bits=8)(torch.randn(ROWS, WIDTH)).backward()
+    plan = plan_of(Net(RMSOfRMS()), torch.randn(ROWS, WIDTH), bits=8)
     # the first norm's; the second norm's output is read from it, and from its own scale
-    assert [tensor.kind for tensor in plans(model)[-1].coding.coded] == ["norm"]
+    assert [tensor.kind for tensor in plan.coding.coded] == ["norm"]
 
 
 class OfGradient(nn.Module):
@@ -804,23 +802,17 @@ class OfNoisyGradients(nn.Module):
 @pytest.mark.slow
 def test_a_plan_names_ops_that_bend_noisy_gradients():
     torch.manual_seed(0)
-    model, x = Net(OfNoisyGradients(BENDING | LINEAR)), torch.randn(ROWS, WIDTH)
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
+    x = torch.randn(ROWS, WIDTH)
+    plan = plan_of(Net(OfNoisyGradients(BENDING | LINEAR)), x, bits=8)
     assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(BENDING)
     told = "gradients behind ops that are not linear in them are biased"
     assert f"{told}: aten.sort.default of body.gradients.sort; " in str(plan)
     # where no noise arrives
-    model = Net(nn.Sequential(nn.GELU(), *(OfGradient(function) for function in BENDING.values())))
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
-    assert plan.coding.coded
-    assert told not in str(plan)
-    model = Net(nn.Sequential(*(OfGradient(function) for function in BENDING.values()), nn.ReLU()))
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
-    assert {tensor.bits for tensor in plan.coding.coded} == {1, 8}
-    assert told not in str(plan)
+    bending = [OfGradient(function) for function in BENDING.values()]
+    for body, bits in ((nn.Sequential(nn.GELU(), *bending), {8}), (nn.Sequential(*bending, nn.ReLU()), {1, 8})):
+        plan = plan_of(Net(body), x, bits=8)
+        assert {tensor.bits for tensor in plan.coding.coded} == bits
+        assert told not in str(plan)
 
 
 class Images(nn.Module):
@@ -848,19 +840,16 @@ def test_columns_of_channels_last_images_are_channels_and_those_of_heads_all_hea
 
 def test_memory_that_two_codes_serve_is_freed_once():
     # the sum takes 2 bytes an element, a code 1.03: the sum has a code, not the norms
-    model = SumOfNorms().to(torch.bfloat16)
-    compiled(model, bits={"norm": 8, "linear": 8})(torch.randn(ROWS, 128, dtype=torch.bfloat16)).backward()
-    (plan,) = plans(model)
+    model, x = SumOfNorms().to(torch.bfloat16), torch.randn(ROWS, 128, dtype=torch.bfloat16)
+    plan = plan_of(model, x, bits={"norm": 8, "linear": 8})
     assert [tensor.kind for tensor in plan.coding.coded] == ["linear"]
     # a code frees both factors and the product, for gate, up and the linear layer behind them
     model, x = Net(Gated(), outer=24), torch.randn(ROWS, WIDTH)
-    kept = []
-    for options in ({"budget": "100%"}, {"bits": 8}):
-        compiled(model, **options)(x).backward()
-        kept.append(plans(model)[-1].plain.forward_bytes)
-    coding = plans(model)[-1].coding
+    exact, coded = plan_of(model, x, budget="100%"), plan_of(model, x, bits=8)
+    coding = coded.coding
+    freed = coding.freed_bytes - coding.code_bytes
     # the keys are kept beside the codes
-    assert kept[0] - kept[1] == coding.freed_bytes - coding.code_bytes - 8 * len(coding.coded)
+    assert exact.plain.forward_bytes - coded.plain.forward_bytes == freed - 8 * len(coding.coded)
 
 
 def test_shapes_may_change_and_a_budget_comes_on_top():
