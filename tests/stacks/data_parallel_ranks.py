@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import convert_linears
 from rmm_linear import ops as operators
 from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
+from tests.checkpointing.planned_models import Ops, planned_runs
+from tests.checkpointing.planned_models import planned as planned_for
 
 RANKS, STEPS, MICRO_STEPS = 2, 2, 2
 IMPORTED_ONCE = [
@@ -271,23 +272,13 @@ def flattened(rank: int) -> dict[str, object]:
     return found
 
 
-class Ops(TorchDispatchMode):
-    """Counts what torch runs."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def planned(rank: int, budget: str | None) -> dict[str, object]:
     """A step by plan under DDP: its gradients, and the part of the backward pass that was over at each reduction."""
     torch.manual_seed(1)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
     batches = torch.randn(3, 256, 32, generator=torch.Generator().manual_seed(rank))
     if budget is not None:
-        checkpoint_model(model, batches[0], budget=budget, strategy="chen2016_sqrt")
+        planned_for(model, batches[0], budget)
     # a bucket a layer
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
     launched, ops = [], Ops()
@@ -309,7 +300,7 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
         gradients += [parameter.grad.clone() for parameter in model.parameters()]
         if number != 1:
             wrapped.zero_grad()
-    runs = 0 if budget is None else model._compiled_call_impl.planned_runs
+    runs = 0 if budget is None else planned_runs(model)
     return {"gradients": gradients, "launched": [count / ops.count for count in launched], "runs": runs}
 
 
@@ -330,7 +321,7 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
     model = nn.Sequential(Block(), Block())
     batches = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(rank))
     for block in model if by_plan else ():
-        checkpoint_model(block, batches[0].clone().requires_grad_(), budget="100%", strategy="chen2016_sqrt")
+        planned_for(block, batches[0].clone().requires_grad_())
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -340,7 +331,7 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
         losses.append(model(batch).square().mean())
         losses[-1].backward()
         optimizer.step()
-    runs = [block._compiled_call_impl.planned_runs for block in model] if by_plan else []
+    runs = list(map(planned_runs, model)) if by_plan else []
     found: dict[str, object] = {"losses": torch.stack(losses).detach(), "runs": runs}
     found["weights"] = [whole(parameter) for parameter in model.parameters()]
     try:
