@@ -3,6 +3,7 @@
 Nothing in the library merges the sketches there: AOTAutograd merges equal calls. These tests fail if it no longer does.
 """
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -70,14 +71,14 @@ class OfNothing(Attention):
         return self.project((steps * 0.37).sin()) * x.mean()
 
 
-def kept_bytes(model: nn.Module, backend: str, budget: float = 1.0) -> int:
+def kept_bytes(model: nn.Module, backend: str, budget: float = 1.0, shape: tuple[int, ...] = (ROWS, WIDTH)) -> int:
     torch._dynamo.reset()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(shape, requires_grad=True)
     with functorch_config.patch(activation_memory_budget=budget):
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         with SavedTensors(model) as kept:
             output = compiled(x)
-    output.sum().backward()
+    (output if isinstance(output, Tensor) else output[0]).sum().backward()
     return kept.bytes
 
 
@@ -104,26 +105,18 @@ def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend: str) -> None
     transformers = pytest.importorskip("transformers")
     from transformers.models.roberta.modeling_roberta import RobertaLayer
 
-    width, batch, length = 64, 8, 128
+    width, shape = 64, (8, 128, 64)
     config = transformers.RobertaConfig(
         hidden_size=width, num_attention_heads=4, intermediate_size=4 * width, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
     )  # fmt: skip
-    x = torch.randn(batch, length, width)
 
     def hidden_sizes(ratio: float | None, share: bool = True) -> float:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
         layer = RobertaLayer(config).train()
         if ratio is not None:
             sketch = RMMConfig(ratio=ratio, center=False, share_sketch=share)
             convert_linears(layer, config=sketch, exclude_modules=["attention.output.dense"])
-        compiled = torch.compile(layer, backend=backend, fullgraph=True)
-        leaf = x.clone().requires_grad_()
-        with SavedTensors(layer) as kept:
-            output = compiled(leaf)
-        (output if isinstance(output, Tensor) else output[0]).sum().backward()
-        return kept.bytes / (x.numel() * 4)
+        return kept_bytes(layer, backend, shape=shape) / (4 * math.prod(shape))
 
     # statistics of LayerNorm and attention: 8 numbers a row
     small = 8 / width
