@@ -25,7 +25,6 @@ from rmm_linear.checkpointing import (
     simulate,
     validate,
 )
-from rmm_linear.compiler.backend import Options
 from rmm_linear.errors import PagingError, ScheduleError
 from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost
@@ -228,8 +227,3 @@ def test_places_and_costs_that_page_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         checkpoint_model(model, torch.randn(2, 4), budget="100%", **({"strategy": "patil2022_poet"} | options))
     assert model._compiled_call_impl is None
-
-
-def test_steps_that_inductor_compiles_page_nothing(tmp_path):
-    with pytest.raises(ValueError, match='page_to=.*needs executor="exact"'):
-        Options(budget="50%", page_to=tmp_path)

@@ -119,6 +119,7 @@ def test_a_function_lists_its_plans_by_itself():
         (exact(gradients="summed"), "gradients='summed' is neither"),
         (exact(costs="seconds"), "costs='seconds' is unknown; choose one of roofline"),
         ({"budget": "60%", "executor": "inductor", "gradients": "freed"}, 'gradients="freed" needs executor="exact"'),
+        ({"budget": "60%", "executor": "inductor", "page_to": "."}, "page_to='.' needs executor=\"exact\""),
     ],
 )
 def test_a_wrong_option_is_named(options, told):

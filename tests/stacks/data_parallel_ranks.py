@@ -5,6 +5,7 @@ takes the mean: what the ranks compute together must be equal to it.
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -214,22 +215,16 @@ COMPILED = {
 }
 
 
-class Three(nn.Module):
+def three() -> nn.Sequential:
     """One layer on all ranks alike before two that are distributed over them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.replicated, self.first, self.second = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(self.replicated(x)))
+    torch.manual_seed(1)
+    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in ("replicated", "first", "second")))
 
 
 def tensor_parallel(rank: int) -> dict[str, object]:
     """A model of which some layers are distributed over the ranks, and the others replicated."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
-    model = parallelize_module(Three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    model = parallelize_module(three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     x = torch.randn(160, 16, generator=torch.Generator().manual_seed(0))
     found: dict[str, object] = {name: why_not(layer, model) for name, layer in model.named_children()}
     with warnings.catch_warnings():
@@ -242,7 +237,7 @@ def tensor_parallel(rank: int) -> dict[str, object]:
     model(x).square().sum().backward()
     found["gradient"] = model.replicated.weight.grad.clone()
     converted = parallelize_module(
-        convert_linears(Three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        convert_linears(three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
     )
     try:
         converted(x)
@@ -254,13 +249,13 @@ def tensor_parallel(rank: int) -> dict[str, object]:
 def flattened(rank: int) -> dict[str, object]:
     """FSDP of old, which makes one flat parameter of all."""
     found: dict[str, object] = {}
-    model = FullyShardedDataParallel(Three(), use_orig_params=False, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(three(), use_orig_params=False, device_id=torch.device("cpu"))
     try:
         convert_linears(model, config=CONFIG)
     except ValueError as error:
         found["converted after"] = str(error)
     model = FullyShardedDataParallel(
-        convert_linears(Three(), config=CONFIG), use_orig_params=False, device_id=torch.device("cpu")
+        convert_linears(three(), config=CONFIG), use_orig_params=False, device_id=torch.device("cpu")
     )
     x, gradients = torch.randn(160, 16, generator=torch.Generator().manual_seed(rank)), []
     for seed in (0, 0, 1):
