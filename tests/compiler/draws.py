@@ -1,8 +1,21 @@
 """Draws of a step's gradients, compared with the exact ones."""
 
 import torch
+from torch import nn
 
 from rmm_linear.compiler.rewrites.codes import draw_keys
+
+
+class Weighted(nn.Module):
+    """A function that is linear in a model's results: gradients of the last layer depend on nothing that is drawn."""
+
+    def __init__(self, model, weights):
+        super().__init__()
+        self.model = model
+        self.register_buffer("weights", weights)
+
+    def forward(self, x):
+        return (self.model(x) * self.weights).sum()
 
 
 def gradients(model, run, x):
@@ -34,6 +47,12 @@ def judge(model, run, x, draws, exact=None):
             ratio = float(totals[name].square().sum()) / squares[name]
             result[name] = float(slope.mean()), float(slope.std() / draws**0.5), ratio, relative
     return result
+
+
+def squared_errors(model, run, x, draws, name):
+    """Of each draw, the squared error of a parameter's gradient."""
+    exact = gradients(model, model, x)[name]
+    return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
 
 
 def keys_of_one(x, *, count):

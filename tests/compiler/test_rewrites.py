@@ -11,7 +11,7 @@ from functools import partial
 import draws as draws_of_gradients
 import pytest
 import torch
-from draws import gradients, keys_of_one
+from draws import Weighted, gradients, keys_of_one, squared_errors
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -345,20 +345,10 @@ def test_a_weight_gradient_has_the_variance_of_the_closed_form():
     variance = (steps**2 / 12).expand(2, 128, WIDTH).reshape(ROWS, WIDTH)
     expected = float((weights.square().sum(1, keepdim=True) * variance).sum())
 
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return (self.model(x) * weights).sum()
-
-    whole = Weighted()
-    exact = gradients(whole, whole, x)["model.1.weight"]
-    run = compiled(whole, bits=4)
-    errors = [float(((gradients(whole, run, x)["model.1.weight"] - exact) ** 2).sum()) for _ in range(500)]
+    whole = Weighted(model, weights)
+    squares = squared_errors(whole, compiled(whole, bits=4), x, 500, "model.1.weight")
     # 48 numbers, whose squares' mean deviates by sqrt(2 / 48 / 500) = 0.9 %
-    assert sum(errors) / len(errors) == pytest.approx(expected, rel=0.03)
+    assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
 
 
 class Same(nn.Module):

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from draws import gradients, judge, keys_of_one
+from draws import Weighted, gradients, judge, keys_of_one, squared_errors
 from torch import nn
 from torch.nn import functional
 
@@ -66,16 +66,8 @@ class Net(nn.Module):
         return self.last(self.norm(y).tanh()).square().sum()
 
 
-class Weighted(nn.Module):
-    """A function that is linear in a model's results: gradients of the last layer depend on nothing that is drawn."""
-
-    def __init__(self, model, rows=ROWS):
-        super().__init__()
-        self.model = model
-        self.register_buffer("weights", torch.randn(rows, WIDTH))
-
-    def forward(self, x):
-        return (self.model(x) * self.weights).sum()
+def weighted(model, rows=ROWS):
+    return Weighted(model, torch.randn(rows, WIDTH))
 
 
 BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": Conv1D, "queries": Queries}
@@ -130,11 +122,6 @@ def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
     assert {name for name in exact if not found[name].equal(exact[name])} == weights
 
 
-def squared_errors(model, x, draws, name):
-    exact, run = gradients(model, model, x)[name], compiled(model)
-    return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
-
-
 # each kind, and the other pairs on demand
 @pytest.mark.parametrize(
     ("rows", "is_kept"),
@@ -146,9 +133,9 @@ def squared_errors(model, x, draws, name):
 )
 def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
     layer, x = nn.Linear(WIDTH, WIDTH), batch(rows)
-    model = Weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
+    model = weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
     expected = float(Hadamard(RATIO).variance(model.model[:2](x).detach(), model.weights))
-    squares = squared_errors(model, x, 200, "model.2.weight")
+    squares = squared_errors(model, compiled(model), x, 200, "model.2.weight")
     assert [each.is_kept for each in coding_of(model).sketched] == [is_kept, False]
     assert squares.std() / 200**0.5 < 0.006 * expected
     assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
@@ -216,7 +203,7 @@ def test_one_draw_in_the_forward_pass_governs_all_sketches_and_codes(executor):
 
 def test_kept_inputs_shrink_by_the_ratio():
     model, x = nn.Sequential(*[each for _ in range(3) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]), batch()
-    model = Weighted(nn.Sequential(*model, nn.Linear(WIDTH, WIDTH)))
+    model = weighted(nn.Sequential(*model, nn.Linear(WIDTH, WIDTH)))
     kept = {}
     for ratio in (RATIO, 0.25):
         compiled(model, sketch=ratio)(x).backward()
@@ -287,7 +274,7 @@ def narrow():
 )
 def test_other_products_stay_exact(body, is_autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        assert_stays_exact(Weighted(body()), batch().requires_grad_())
+        assert_stays_exact(weighted(body()), batch().requires_grad_())
 
 
 def assert_stays_exact(model, x):
@@ -304,7 +291,7 @@ def test_few_rows_and_float64_stay_exact():
 
 def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     layer = nn.Linear(WIDTH, WIDTH)
-    model = Weighted(nn.Sequential(layer, nn.GELU(), layer))
+    model = weighted(nn.Sequential(layer, nn.GELU(), layer))
     result = judge(model, compiled(model), batch(), 150)
     assert [each.layers for each in coding_of(model).sketched] == [1, 1]
     assert is_unbiased(result), result
@@ -352,7 +339,7 @@ def test_casts_of_one_tensor_have_one_sketch():
 
     queries = Queries()
     queries.norm = Scale()
-    model = Weighted(queries)
+    model = weighted(queries)
     with torch.autocast("cpu", torch.bfloat16):
         gradients(model, compiled(model), batch())
     (sketch,) = coding_of(model).sketched
