@@ -1,6 +1,7 @@
 """What a capture follows, what it leaves as it was, and what it says about what it cannot follow."""
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -93,12 +94,30 @@ class ChoosesRows(nn.Linear):
         return x[x[:, 0] > 0].sum()
 
 
+class Reads(nn.Linear):
+    """Multiplies by what a function finds in its state."""
+
+    state, read = None, None
+
+    def forward(self, x):
+        return (super().forward(x) * self.read(self.state)).sum()
+
+
+def reads(state, read):
+    return type("Reads", (Reads,), {"state": state, "read": staticmethod(read)})
+
+
+THIS_LINE = r"test_capture\.py:\d+: (reads\(|return)"
 REFUSED = {
     Exchanges: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.weight = nn.Parameter",
     Registers: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.scale = nn.Parameter",
     Interrupted: r"\n  at .*test_capture.py:\d+: raise KeyboardInterrupt",
     LooksForLabels: r"data-dependent.*\n  at .*if not rows.size\(0\):",
     ChoosesRows: r"contents of a tensor at .*test_capture.py:\d+: return x\[x\[:, 0\] > 0\].sum\(\)",
+    reads(torch.ones(1), lambda state: float(state)): THIS_LINE,
+    reads(torch.ones(1), lambda state: 1.0 if state > 0 else 2.0): THIS_LINE,
+    reads(itertools.cycle([1.0, 2.0]), lambda state: next(state)): THIS_LINE,
+    reads(torch.Generator(), lambda state: torch.randn(8, generator=state)): THIS_LINE,
 }
 
 

@@ -115,8 +115,3 @@ def test_options_that_do_not_go_together_are_refused(options, message, tmp_path)
     given = {"page_to": tmp_path} | options if "host_every" in options else options
     with pytest.raises(ValueError, match=message):
         bptt_checkpoint(nn.RNNCell(2, 3), torch.randn(8, 1, 2), torch.zeros(1, 3), **given)
-
-
-def test_a_budget_that_holds_no_step_names_the_least(tmp_path):
-    with pytest.raises(InfeasibleBudgetError, match="not even one step of double checkpointing"):
-        bptt_checkpoint(nn.RNNCell(2, 3), torch.randn(8, 1, 2), torch.zeros(1, 3), memory=1, page_to=tmp_path)

@@ -3,7 +3,6 @@
 import copy
 import enum
 import functools
-import itertools
 import logging
 import types
 import warnings
@@ -122,24 +121,6 @@ def test_a_change_of_state_changes_planned_steps_as_it_changes_eager_ones(name):
     assert planned_runs(model) == 3
     if isinstance(plain.state, Counter | Lazy):
         assert vars(model.state) == vars(plain.state)
-
-
-REFUSED = {
-    "contents of a tensor": (torch.ones(1), lambda m: float(m.state)),
-    "branch on a tensor": (torch.ones(1), lambda m: 1.0 if m.state > 0 else 2.0),
-    "iterator": (itertools.cycle([1.0, 2.0]), lambda m: next(m.state)),
-    "generator": (torch.Generator(), lambda m: torch.randn(8, generator=m.state)),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_captured_is_refused_with_the_users_line_and_trains_as_before(name):
-    model = make(*REFUSED[name])
-    with pytest.raises(CaptureError, match=r"test_front_end\.py:\d+: (\"|return)") as caught:
-        planned(model)
-    assert "checkpoint" in str(caught.value).lower()
-    assert model._compiled_call_impl is None
-    assert all(value.isfinite().all() for value in step(model))
 
 
 def test_a_capture_leaves_globals_that_the_forward_pass_reads_as_they_are():

@@ -48,9 +48,19 @@ class RMS(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class NewGelu(nn.Module):
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
     def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+        return self.function(x)
+
+
+def new_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class Gated(nn.Module):
@@ -124,7 +134,7 @@ CASES = {
     "RMS norm of single ops": (lambda: Net(RMS()), {"norm"}),
     "GELU": (lambda: Net(nn.GELU()), {"activation"}),
     "GELU by tanh": (lambda: Net(nn.GELU(approximate="tanh")), {"activation"}),
-    "GELU of single ops": (lambda: Net(NewGelu()), {"activation"}),
+    "GELU of single ops": (lambda: Net(Of(new_gelu)), {"activation"}),
     "SiLU": (lambda: Net(nn.SiLU()), {"activation"}),
     "ReLU": (lambda: Net(nn.ReLU()), {"activation", "linear"}),
     "gated": (lambda: Net(Gated(), outer=24), {"activation", "linear"}),
@@ -160,12 +170,10 @@ def test_outputs_keep_their_bits_and_gradients_are_unbiased_for_each_parameter(n
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
-class FakeQuantised(nn.Module):
+def fake_quantised(x):
     """A cast to integers, whose gradient is that of the identity."""
-
-    def forward(self, x):
-        y = functional.silu(x)
-        return y + ((2 * y).to(torch.int32).to(torch.float32) / 2 - y).detach()
+    y = functional.silu(x)
+    return y + ((2 * y).to(torch.int32).to(torch.float32) / 2 - y).detach()
 
 
 class ConstantTimesFunction(nn.Module):
@@ -192,22 +200,18 @@ class OneForBoth(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, WIDTH)
 
 
-class RMSOfRMS(nn.Module):
+def rms_of_rms(x):
     """The output of the first norm is the input of the second one."""
-
-    def forward(self, x):
-        for epsilon in (0.01, 1.0):
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-        return x
+    for epsilon in (0.01, 1.0):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return x
 
 
-class ScaledRMS(nn.Module):
+def scaled_rms(x):
     """The norm's scale has a gradient through the negative input."""
-
-    def forward(self, x):
-        x = x.unflatten(1, (8, 2))
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
-        return (2 * (x * scale.detach()) + (-x) * scale).flatten(1)
+    x = x.unflatten(1, (8, 2))
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
+    return (2 * (x * scale.detach()) + (-x) * scale).flatten(1)
 
 
 class SigmoidGate(nn.Module):
@@ -263,11 +267,11 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("body", "bits", "draws"),
     [
-        (FakeQuantised, 8, 150),
+        (lambda: Of(fake_quantised), 8, 150),
         slow(ConstantTimesFunction, 4, 150),
         slow(OneForBoth, 4, 150),
-        (RMSOfRMS, 4, 150),
-        slow(ScaledRMS, 4, 150),
+        (lambda: Of(rms_of_rms), 4, 150),
+        slow(lambda: Of(scaled_rms), 4, 150),
         slow(SigmoidGate, 4, 150),
         (CutSilu, 8, 150),
         (small_beside_outliers, 4, 400),
@@ -324,12 +328,9 @@ def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_num
 
 
 def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
-    class Rounded(nn.Module):
-        def forward(self, x):
-            return functional.gelu(x).to(torch.float8_e4m3fn).to(x.dtype)
-
     torch.manual_seed(0)
-    model, x = Net(Rounded()), 0.003 * torch.randn(ROWS, WIDTH)
+    rounded = Of(lambda x: functional.gelu(x).to(torch.float8_e4m3fn).to(x.dtype))
+    model, x = Net(rounded), 0.003 * torch.randn(ROWS, WIDTH)
     with torch.no_grad():
         model.before.bias.fill_(0.003)
     result, _ = judge(model, x, 100, bits=8)
@@ -363,12 +364,10 @@ class Same(nn.Module):
         return self.first(x) * self.second(x)
 
 
-class Twice(nn.Module):
+def twice(x):
     """The gradient of the second factor reads x, and goes on to a product with x."""
-
-    def forward(self, x):
-        pairs = x.unflatten(1, (8, 2))
-        return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
+    pairs = x.unflatten(1, (8, 2))
+    return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
 
 
 def _keys_of_one_seed(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
@@ -400,7 +399,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         draws = 100
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one_seed)
     else:
-        model, draws = Net(Twice()), 1500
+        model, draws = Net(Of(twice)), 1500
         assert is_unbiased(judge(model, x, 300, bits=4)[0])
         monkeypatch.setattr(choice.Choice, "_dependent_reads", lambda self: ())
     result, plan = judge(model, x, draws, bits=4)
@@ -408,16 +407,11 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
     assert not is_unbiased(result, 2.5e-3 if mutant == "smoothing" else 0.0), result
 
 
-class Strange(nn.Module):
-    def forward(self, x):
-        return x.cumprod(1)
-
-
 @pytest.mark.parametrize(
     "body",
     [
         nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LayerNorm((4, 4)), nn.Flatten()),
-        Strange(),
+        Of(lambda x: x.cumprod(1)),
         nn.Sequential(nn.Unflatten(0, (4, 64)), nn.Unflatten(2, (1, 16)), nn.Conv2d(64, 64, 1), nn.Flatten(0, 2)),
     ],
     ids=["norm over two dimensions", "unknown op", "convolution"],
@@ -726,7 +720,7 @@ class SumOfNorms(nn.Module):
 
 def test_a_statistic_whose_exact_value_is_kept_has_no_code():
     torch.manual_seed(0)
-    plan = plan_of(Net(RMSOfRMS()), torch.randn(ROWS, WIDTH), bits=8)
+    plan = plan_of(Net(Of(rms_of_rms)), torch.randn(ROWS, WIDTH), bits=8)
     # the first norm's; the second norm's output is read from it, and from its own scale
     assert [tensor.kind for tensor in plan.coding.coded] == ["norm"]
 
