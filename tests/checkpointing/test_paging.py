@@ -5,8 +5,7 @@ import os
 import signal
 import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,18 +14,8 @@ from planned_models import assert_equal, assert_same_gradients, gradients, mean_
 from torch import nn
 
 from experiments.checkpointing.generators import chain, with_backward
-from rmm_linear.checkpointing import (
-    PlannedStep,
-    Schedule,
-    Step,
-    apply_schedule,
-    capture,
-    checkpoint_model,
-    simulate,
-    validate,
-)
+from rmm_linear.checkpointing import Schedule, Step, apply_schedule, capture, checkpoint_model, simulate, validate
 from rmm_linear.errors import PagingError, ScheduleError
-from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost
 from rmm_linear.planning.timeline import bytes_by_kind
 
@@ -95,16 +84,6 @@ def _run(step, model, x):
     return [loss.detach(), *gradients(model)]
 
 
-class _Paged(NamedTuple):
-    model: nn.Module
-    x: torch.Tensor
-    expected: list[torch.Tensor]
-    graph: Graph
-    schedule: Schedule
-    step: PlannedStep
-    folder: Path
-
-
 @pytest.fixture(scope="module")
 def paged(tmp_path_factory):
     torch.manual_seed(0)
@@ -121,7 +100,9 @@ def paged(tmp_path_factory):
 
     schedule = _schedule_that_loads(graph, is_first_of_backward_pass)
     step = apply_schedule(model, mean_square, x, schedule, page_to=folder)
-    return _Paged(model, x, expected, graph, schedule, step, folder)
+    return SimpleNamespace(
+        model=model, x=x, expected=expected, graph=graph, schedule=schedule, step=step, folder=folder
+    )
 
 
 def test_a_step_whose_activations_are_all_paged_has_the_bits_of_eager_mode_and_the_simulated_peak(paged):

@@ -6,6 +6,17 @@ from torch import nn
 from rmm_linear.compiler.rewrites.codes import draw_keys
 
 
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 class Weighted(nn.Module):
     """A function that is linear in a model's results: gradients of the last layer depend on nothing that is drawn."""
 

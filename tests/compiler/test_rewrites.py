@@ -11,7 +11,7 @@ from functools import partial
 import draws as draws_of_gradients
 import pytest
 import torch
-from draws import Weighted, gradients, keys_of_one, squared_errors
+from draws import Of, Weighted, gradients, keys_of_one, squared_errors
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,17 +46,6 @@ class RMS(nn.Module):
     def forward(self, x):
         wide = x.to(torch.float32)
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-class Of(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def new_gelu(x):
@@ -227,17 +216,12 @@ class SigmoidGate(nn.Module):
         return x * torch.sigmoid(self.gate(x))
 
 
-class CutSilu(nn.Module):
+def cut_silu():
     """A function that bends far away from zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.linear.weight *= 40
-
-    def forward(self, x):
-        return functional.silu(self.linear(x)).clamp(max=41)
+    linear = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        linear.weight *= 40
+    return nn.Sequential(linear, Of(lambda x: functional.silu(x).clamp(max=41)))
 
 
 def with_outliers(body):
@@ -273,7 +257,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         (lambda: Of(rms_of_rms), 4, 150),
         slow(lambda: Of(scaled_rms), 4, 150),
         slow(SigmoidGate, 4, 150),
-        (CutSilu, 8, 150),
+        (cut_silu, 8, 150),
         (small_beside_outliers, 4, 400),
         slow(small_beside_outliers, 8, 400),
         slow(lambda: with_outliers(nn.LayerNorm(WIDTH)), 4, 200),
@@ -558,16 +542,9 @@ def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
 
 
 def test_results_that_are_equal_casts_are_tensors_of_their_own():
-    class Doubled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            y = self.linear(x)
-            return y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()
-
-    first, second, _ = compiled(Doubled(), "inductor", bits=8)(torch.randn(ROWS, WIDTH))
+    doubled = Of(lambda y: (y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubled)
+    first, second, _ = compiled(model, "inductor", bits=8)(torch.randn(ROWS, WIDTH))
     before = second.clone()
     with torch.no_grad():
         first.mul_(2)
@@ -625,19 +602,12 @@ def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
         assert read.target.is_view, read.target
 
 
-class TransposedDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.norm, self.after = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.after(functional.dropout(self.norm(self.before(x)).transpose(0, 1), 0.1)).square().mean()
-
-
 def test_a_mask_of_dropout_that_lies_transposed_is_coded():
     """Op by op, as in eager mode, a mask lies as the tensor that it drops from."""
     torch.manual_seed(0)
-    model, x = TransposedDropout(), torch.randn(64, 32, 64)
+    transposed = Of(lambda x: functional.dropout(x.transpose(0, 1), 0.1))
+    layers = nn.Linear(64, 64), nn.LayerNorm(64), transposed, nn.Linear(64, 64), Of(lambda x: x.square().mean())
+    model, x = nn.Sequential(*layers), torch.randn(64, 32, 64)
 
     def step(kind):
         # each of them draws one seed: the masks are the same

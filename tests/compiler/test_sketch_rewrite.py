@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from draws import Weighted, gradients, judge, keys_of_one, squared_errors
+from draws import Of, Weighted, gradients, judge, keys_of_one, squared_errors
 from torch import nn
 from torch.nn import functional
 
@@ -31,13 +31,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x):
         return torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(x.shape)
-
-
-class Sin(nn.Module):
-    """Keeps its input; tanh keeps its result. Both have no mean, which would be most of a gradient's noise."""
-
-    def forward(self, x):
-        return x.sin()
 
 
 class Queries(nn.Module):
@@ -133,7 +126,9 @@ def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
 )
 def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
     layer, x = nn.Linear(WIDTH, WIDTH), batch(rows)
-    model = weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
+    # sin keeps its input; tanh keeps its result. Both have no mean, which would be most of a gradient's noise
+    function = Of(torch.sin) if is_kept else nn.Tanh()
+    model = weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), function, layer), rows)
     expected = float(Hadamard(RATIO).variance(model.model[:2](x).detach(), model.weights))
     squares = squared_errors(model, compiled(model), x, 200, "model.2.weight")
     assert [each.is_kept for each in coding_of(model).sketched] == [is_kept, False]

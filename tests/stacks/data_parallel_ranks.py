@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from rmm_linear import convert_linears
 from rmm_linear import ops as operators
-from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
 from tests.checkpointing.planned_models import Ops, planned_runs
 from tests.checkpointing.planned_models import planned as planned_for
@@ -221,6 +221,15 @@ def three() -> nn.Sequential:
     return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in ("replicated", "first", "second")))
 
 
+def told(kind: type[Exception], function: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """The message of the error that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return ""
+
+
 def tensor_parallel(rank: int) -> dict[str, object]:
     """A model of which some layers are distributed over the ranks, and the others replicated."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
@@ -229,34 +238,22 @@ def tensor_parallel(rank: int) -> dict[str, object]:
     found: dict[str, object] = {name: why_not(layer, model) for name, layer in model.named_children()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            convert_linears(model, config=CONFIG)
-        except ValueError as error:
-            found["error"] = str(error)
+        found["error"] = told(ValueError, convert_linears, model, config=CONFIG)
     torch.manual_seed(0)
     model(x).square().sum().backward()
     found["gradient"] = model.replicated.weight.grad.clone()
     converted = parallelize_module(
         convert_linears(three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
     )
-    try:
-        converted(x)
-    except NotImplementedError as error:
-        found["converted before"] = str(error)
+    found["converted before"] = told(NotImplementedError, converted, x)
     return found
 
 
 def flattened(rank: int) -> dict[str, object]:
     """FSDP of old, which makes one flat parameter of all."""
-    found: dict[str, object] = {}
-    model = FullyShardedDataParallel(three(), use_orig_params=False, device_id=torch.device("cpu"))
-    try:
-        convert_linears(model, config=CONFIG)
-    except ValueError as error:
-        found["converted after"] = str(error)
-    model = FullyShardedDataParallel(
-        convert_linears(three(), config=CONFIG), use_orig_params=False, device_id=torch.device("cpu")
-    )
+    wrapped = partial(FullyShardedDataParallel, use_orig_params=False, device_id=torch.device("cpu"))
+    found: dict[str, object] = {"converted after": told(ValueError, convert_linears, wrapped(three()), config=CONFIG)}
+    model = wrapped(convert_linears(three(), config=CONFIG))
     x, gradients = torch.randn(160, 16, generator=torch.Generator().manual_seed(rank)), []
     for seed in (0, 0, 1):
         model.zero_grad()
@@ -329,10 +326,7 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
     runs = list(map(planned_runs, model)) if by_plan else []
     found: dict[str, object] = {"losses": torch.stack(losses).detach(), "runs": runs}
     found["weights"] = [whole(parameter) for parameter in model.parameters()]
-    try:
-        checkpoint_model(model, batches[0], budget="100%")
-    except ValueError as error:
-        found["planned after"] = str(error)
+    found["planned after"] = told(ValueError, planned_for, model, batches[0])
     return found
 
 

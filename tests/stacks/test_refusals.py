@@ -178,7 +178,7 @@ def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_
         bare(x)
 
 
-def test_layers_of_opacus_are_left_exact(x):
+def test_layers_of_opacus_are_left_exact_and_converted_ones_refused_in_it(x):
     opacus = pytest.importorskip("opacus")
     wrapped = opacus.GradSampleModule(network(convert=False))
     with pytest.raises(ValueError, match="Opacus needs a gradient for each sample"):
@@ -186,9 +186,6 @@ def test_layers_of_opacus_are_left_exact(x):
     wrapped(x).sum().backward()
     assert all(parameter.grad_sample.shape[0] == len(x) for parameter in wrapped.parameters())
 
-
-def test_opacus_around_a_converted_model_is_refused(x):
-    opacus = pytest.importorskip("opacus")
     wrapped = opacus.GradSampleModule(network())
     with pytest.raises(TransformError, match="per-sample gradients"):
         wrapped(x).sum().backward()
