@@ -18,6 +18,7 @@ from rmm_linear.compiler import backend, costs, partial_coding, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning.coding import Bits
+from tests.checkpointing.planned_models import assert_equal
 
 ROWS, WIDTH = 2048, 96
 # Of the exact step's peak: 8 bits fit, and the exact step has to compute so much twice that it takes longer.
@@ -59,18 +60,10 @@ def batch():
     return torch.randn(ROWS, WIDTH), torch.randint(0, 5, (ROWS,))
 
 
-def _as_one_example(batch):
-    return tuple(tensor[None] for tensor in batch)
-
-
 def _gradients(model, batch):
     model.zero_grad()
     model(*batch).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def _are_equal(first, second):
-    return all(map(torch.equal, first, second))
 
 
 def test_a_step_that_fits_stays_exact(batch):
@@ -81,7 +74,7 @@ def test_a_step_that_fits_stays_exact(batch):
     assert found.chosen.time == 1.0
     assert len(found.candidates) == 1
     assert "gradients: exact" in found.card()
-    assert _are_equal(_gradients(model, batch), expected)
+    assert_equal(_gradients(model, batch), expected)
 
 
 def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
@@ -102,17 +95,23 @@ def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     assert str(found).split("peak ")[1].split(",")[0] == card.split("batch: ")[1].split("\n")[0]
 
 
+def _without_memory(*activations):
+    """A model whose blocks have these activations, and its batch."""
+    with torch.device("meta"):
+        model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
+        for block, activation in zip(model.blocks, activations, strict=False):
+            block[2] = activation
+    return model, batch
+
+
 @pytest.mark.slow
 def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
     planned, add = [], fitting._Trials.add
     monkeypatch.setattr(
         fitting._Trials, "add", lambda self, name, *rest: planned.append(name) or add(self, name, *rest)
     )
-    with torch.device("meta"):
-        model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
-        for block in model.blocks:
-            # with 4 bits its bias would be above 1 %, so that it has 8
-            block[2] = nn.SiLU()
+    # with 4 bits its bias would be above 1 %, so that it has 8
+    model, batch = _without_memory(*(nn.SiLU() for _ in range(4)))
     with pytest.raises(InfeasibleBudgetError):
         fit(model, batch, "50%", allow="code", executor="exact")
     assert planned == ["exact", "8 bits", "4 bits"]
@@ -120,9 +119,7 @@ def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
 
 @pytest.mark.slow
 def test_prices_of_codes_of_several_bits_are_those_of_each_alone():
-    with torch.device("meta"):
-        model, batch = _model(), (torch.randn(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64))
-        model.blocks[0][2] = nn.ReLU()
+    model, batch = _without_memory(nn.ReLU())
     exact = capture(model, batch)
     shared, alone = {}, 0
     for given in fitting._CODES.values():
@@ -161,7 +158,7 @@ def test_without_noise_the_gradients_are_those_of_eager_mode_and_the_options_run
     found = fit(model, batch, "60%", noise=0, executor="exact")
     assert found.chosen.name == "exact"
     assert found.plan.planned.extra_cost > 0
-    assert _are_equal(_gradients(model, batch), expected)
+    assert_equal(_gradients(model, batch), expected)
     other = _model(blocks=2)
     torch.compile(other, backend=rmm_linear, options=json.loads(found.to_json()))(*batch).backward()
     assert plans(other)[0].schedule == found.plan.schedule
@@ -186,20 +183,6 @@ def test_a_fit_with_timed_ops_tells_the_predicted_and_the_measured_time(batch, m
     model(*batch).backward()
     assert found.plan.planned.cost < found.chosen.plan.planned.cost / 500
     assert found.plan.measured_ms == 12.5
-
-
-def test_unknown_costs_are_refused_with_and_without_an_executor(batch):
-    for executor in ("exact", None):
-        with pytest.raises(ValueError, match="costs='seconds' is unknown"):
-            fit(_model(blocks=2), batch, "60%", executor=executor, costs="seconds")
-
-
-@pytest.mark.slow
-def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
-    found = fit(_model(), batch, CODES, noise=1e-9)
-    assert found.chosen.name == "exact"
-    assert found.candidates[0].name == "8 bits"
-    assert found.candidates[0].noise_ratio > 1e-9
 
 
 @pytest.mark.slow
@@ -255,10 +238,10 @@ def test_a_fitted_model_trains_compiled_and_runs_as_written_afterwards(batch):
     gradients = _gradients(model, batch)
     for one, other in zip(gradients, expected, strict=True):
         assert float((one - other).norm() / other.norm()) < 0.1
-    assert not _are_equal(gradients, expected)
+    assert not all(map(torch.equal, gradients, expected))
     found.remove()
     assert not is_planned(model)
-    assert _are_equal(_gradients(model, batch), expected)
+    assert_equal(_gradients(model, batch), expected)
 
 
 def test_the_plan_of_a_fit_is_of_the_samples_shapes(batch):
@@ -293,6 +276,8 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
         ({"allow": None}, "allow=None is no collection of names"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
+        ({"executor": "exact", "costs": "seconds"}, "costs='seconds' is unknown"),
+        ({"executor": None, "costs": "seconds"}, "costs='seconds' is unknown"),
         ({"allow": ["recompute", "page"], "executor": "exact"}, 'pass page_to="host", or a folder'),
         ({"page_to": "host"}, 'add "page" to allow, or leave page_to out'),
         ({"allow": ["recompute", "page"], "page_to": "/tmp"}, "executor='inductor' was given"),
@@ -319,10 +304,18 @@ def test_what_cannot_be_trained_is_refused_where_tensors_are_paged(batch, model,
 
 
 @pytest.mark.slow
-def test_noise_that_cannot_be_measured_is_told(batch):
-    model = _model()
+def test_where_noise_cannot_be_measured_an_exact_plan_is_taken_or_the_reason_is_told(batch):
+    model, one_example = _model(), tuple(tensor[None] for tensor in batch)
+    not_finite = torch.where(torch.arange(ROWS)[:, None] == 5, float("nan"), batch[0]), batch[1]
+    for sample, message in (
+        (not_finite, "the gradient of the sample is not finite"),
+        (one_example, "the sample has 1 examples"),
+    ):
+        found = fit(_model(), sample, CODES)
+        assert found.chosen.name == "exact"
+        assert message in str(found)
     with pytest.raises(ValueError, match="has 1 examples; pass 4 or more; the budget is .*, and exact gradients take"):
-        fit(model, _as_one_example(batch), CODES, allow="code")
+        fit(model, one_example, CODES, allow="code")
     with pytest.raises(ValueError, match="which may have too few rows"):
         fit(model, tuple(tensor[:256] for tensor in batch), "60%", allow="code")
 
@@ -363,20 +356,6 @@ def test_a_loss_function_may_enable_autocast(batch):
         with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
             found.append(fit(model, batch[0], "100%", 0, loss_fn=loss_fn, executor="exact").plain_bytes)
     assert found[0] == found[1]
-
-
-@pytest.mark.slow
-def test_where_noise_cannot_be_measured_an_exact_plan_is_taken(batch):
-    x, y = batch
-    x = x.clone()
-    x[5] = float("nan")
-    for sample, message in (
-        ((x, y), "the gradient of the sample is not finite"),
-        (_as_one_example(batch), "the sample has 1 examples"),
-    ):
-        found = fit(_model(), sample, CODES)
-        assert found.chosen.name == "exact"
-        assert message in str(found)
 
 
 def test_names_that_no_tensor_has_are_told():
@@ -471,7 +450,7 @@ def test_pages_take_the_place_of_second_computations_where_they_take_less_time(b
     assert found.plan.schedule.loads(found.plan.graph)
     assert found.chosen.time < found.candidates[1].time
     assert "paged out and back" in str(found)
-    assert _are_equal(_gradients_after_seed(model, batch), expected)
+    assert_equal(_gradients_after_seed(model, batch), expected)
     assert list(tmp_path.iterdir()) == []
     assert found.measure(batch).step.value == 0
     more = {"strategy": "patil2022_poet", "page_to": str(tmp_path)}
@@ -509,35 +488,25 @@ def test_a_loss_may_take_the_labels_out_of_its_batch(batch, executor):
     assert found.chosen.noise.step.value > 0
 
 
-def test_noise_is_not_measured_in_eval_mode(batch):
+def test_a_captured_step_is_not_copied_and_noise_is_not_measured_in_eval_mode(batch):
     found = fit(_small_model(), batch, executor="exact")
+    for copied in (copy.deepcopy, pickle.dumps):
+        # a copy of its tensors corrupted the process's memory
+        for each in (found, found.step, next(iter(found.step.group.variants())).capture):
+            with pytest.raises(TypeError, match="a captured step can't be copied"):
+                copied(each)
+        assert copied(found.model)
     found.model.eval()
     with pytest.raises(ValueError, match="the model is in eval mode"):
         found.measure(batch)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_a_captured_step_is_not_copied(batch, copied):
-    # a copy of its tensors corrupted the process's memory
-    found = fit(_small_model(), batch, executor="exact")
-    for each in (found, found.step, next(iter(found.step.group.variants())).capture):
-        with pytest.raises(TypeError, match="a captured step can't be copied"):
-            copied(each)
-    assert copied(found.model)
-
-
-def test_a_measurement_after_remove_leaves_no_attribute(batch):
-    found = fit(_small_model(), batch, executor="exact")
-    attributes = vars(found.remove()).keys() - {"_compiled_call_impl"}
-    assert found.measure(batch).step.value == 0
-    assert vars(found.model).keys() == attributes
-
-
-def test_a_measurement_after_remove_leaves_plans_of_blocks(batch):
+def test_a_measurement_after_remove_leaves_plans_of_blocks_and_no_attribute(batch):
     model = _model(blocks=2)
     found = fit(model, batch, executor="exact")
-    found.remove()
+    attributes = vars(found.remove()).keys() - {"_compiled_call_impl"}
     checkpoint_model(model.blocks[0], torch.randn(ROWS, WIDTH), budget="100%")
-    found.measure(batch)
+    assert found.measure(batch).step.value == 0
+    assert vars(model).keys() == attributes
     assert is_planned(model.blocks[0])
     assert not any(map(is_planned, (model.blocks[1], model.head)))

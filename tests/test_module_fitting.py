@@ -15,6 +15,7 @@ from rmm_linear import convert_linears, fit, module_fitting
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.layer import SketchedLayer
 from tests.checkpointing.measured_peak import MeasuredPeak
+from tests.checkpointing.planned_models import assert_equal
 
 ROWS, WIDTH = 2048, 32
 
@@ -48,10 +49,11 @@ def times(monkeypatch):
     return found
 
 
-def _gradients(model, run):
+def _gradients(model, batch):
     model.zero_grad()
     torch.manual_seed(7)
-    run(model).backward()
+    loss = model(**batch).loss if isinstance(batch, dict) else _loss(model, batch)
+    loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
@@ -73,14 +75,14 @@ def _peak_of(model, batch):
 
 def test_as_few_blocks_are_checkpointed_as_the_budget_allows_and_gradients_have_the_bits_of_eager_mode(batch):
     model = _stack()
-    given, expected = _attributes(model), _gradients(model, lambda model: _loss(model, batch))
+    given, expected = _attributes(model), _gradients(model, batch)
     plain = _peak_of(model, batch)
     found = fit_stack(model, batch, "60%", noise=0)
     count = found.chosen.checkpoints
     assert found.plain_bytes == pytest.approx(plain, rel=0.01)
     assert _peak_of(model, batch) == pytest.approx(found.chosen.least_bytes, rel=0.01)
     assert found.chosen.least_bytes <= found.budget_bytes == int(0.6 * found.plain_bytes)
-    assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
+    assert_equal(_gradients(model, batch), expected)
     assert {each.name for each in found.candidates} == {"unchanged", f"{count} checkpoints"}
     for part in ("no compiler was used", "time, ms", f"{found.chosen.time:.1f}"):
         assert part in str(found)
@@ -103,7 +105,7 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
     model.register_forward_hook(lambda module, args, output: (module.average.add_(1), None)[1])
     ids = torch.randint(0, 50, (64, 16))
     batch = {"input_ids": ids, "labels": torch.randint(0, 2, (64,))}
-    expected = _gradients(model, lambda model: model(**batch).loss)
+    expected = _gradients(model, batch)
     model.average.zero_()
     given, state = _attributes(model), torch.get_rng_state()
     contents = copy.deepcopy(model.state_dict())
@@ -113,15 +115,15 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
     assert 0 < found.chosen.noise_ratio < 0.05
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, contents[name]) for name, value in model.state_dict().items())
-    assert all(map(torch.equal, (each.grad for each in model.parameters()), expected))
+    assert_equal((each.grad for each in model.parameters()), expected)
     layers = model.bert.encoder.layer
     assert [layer.gradient_checkpointing for layer in layers] == [True, True, False]
     assert isinstance(layers[0].output.dense, SketchedLayer)
-    noisy = _gradients(model, lambda model: model(**batch).loss)
+    noisy = _gradients(model, batch)
     assert any(not torch.equal(one, other) for one, other in zip(noisy, expected, strict=True))
     assert found.remove() is model
     assert _attributes(model) == given
-    assert all(map(torch.equal, _gradients(model, lambda model: model(**batch).loss), expected))
+    assert_equal(_gradients(model, batch), expected)
 
 
 def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
@@ -279,6 +281,17 @@ def test_a_fitted_model_and_its_copies_are_not_fitted_again(batch):
     fit_stack(found.remove(), batch, "60%", noise=0)
 
 
+class _InBackward(nn.GELU):
+    """A GELU, in whose place another function runs in a backward pass."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x) if torch._C._current_graph_task_id() >= 0 else super().forward(x)
+
+
 def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):
     def fails(run, devices):
         raise torch.OutOfMemoryError("out of memory\nTraceback")
@@ -288,14 +301,11 @@ def test_errors_of_the_step_are_notes_or_the_users_own(batch, monkeypatch):
         with pytest.raises(ValueError, match="unchanged: out of memory; .*[34] checkpoints: out of memory$"):
             fit_stack(_stack(), batch, "8MiB", noise=0)
 
-    class Twice(nn.GELU):
-        def forward(self, x):
-            if torch._C._current_graph_task_id() >= 0:
-                raise ValueError("not twice")
-            return super().forward(x)
+    def refuse(x):
+        raise ValueError("not twice")
 
     with pytest.raises(ValueError, match="not twice"):
-        fit_stack(_stack(Twice()), batch, "60%", noise=0)
+        fit_stack(_stack(_InBackward(refuse)), batch, "60%", noise=0)
     model = nn.Sequential(nn.Embedding(9, 8)).train()
     tokens = torch.randint(0, 9, (ROWS,)), torch.randint(0, 8, (ROWS,))
     with pytest.raises(InfeasibleBudgetError, match="has no linear layers"):
@@ -328,33 +338,30 @@ class _Calls(nn.Module):
         return x
 
 
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = _stack()[0]
+
+    def forward(self, x, debug=False, forward=1):
+        return self.inner(x) * (3 if debug else 1) * forward
+
+
 def test_blocks_may_have_keywords_of_checkpoints(batch, times):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = _stack()[0]
-
-        def forward(self, x, debug=False, forward=1):
-            return self.inner(x) * (3 if debug else 1) * forward
-
-    model = _Calls(Block, lambda block, x: block(x, debug=True, forward=2)).train()
-    expected = _gradients(model, lambda model: _loss(model, batch))
+    model = _Calls(_Block, lambda block, x: block(x, debug=True, forward=2)).train()
+    expected = _gradients(model, batch)
     assert fit_stack(model, batch, "70%", noise=0).chosen.checkpoints
-    assert all(map(torch.equal, _gradients(model, lambda model: _loss(model, batch)), expected))
+    assert_equal(_gradients(model, batch), expected)
 
 
 @pytest.mark.parametrize("has_keywords", [False, True])
 def test_blocks_that_change_their_inputs_are_not_checkpointed(batch, times, has_keywords):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = _stack()[0]
-
+    class Adds(_Block):
         def forward(self, x):
             x += 1
-            return self.inner(x)
+            return super().forward(x)
 
-    model = _Calls(Block, lambda block, x: block(x=x) if has_keywords else block(x)).train()
+    model = _Calls(Adds, lambda block, x: block(x=x) if has_keywords else block(x)).train()
     with pytest.raises(InfeasibleBudgetError, match="modified by an inplace operation"):
         fit_stack(model, batch, "70%", noise=0)
 
@@ -376,13 +383,8 @@ def test_a_fit_looks_at_gradients_and_warns_once_of_layers_that_stay_exact(batch
 
 
 def test_what_can_not_be_tried_is_told(batch, times, monkeypatch):
-    class Once(nn.GELU):
-        def forward(self, x):
-            in_backward = torch._C._current_graph_task_id() >= 0
-            return x if in_backward else super().forward(x)
-
     times["int8"] = 1.0
-    found = fit_stack(_stack(Once()), batch, "90%", noise=0.01, allow=["recompute", "code"])
+    found = fit_stack(_stack(_InBackward(lambda x: x)), batch, "90%", noise=0.01, allow=["recompute", "code"])
     assert "\n4 checkpoints: torch.utils.checkpoint: A different number of tensors" in str(found)
     assert found.chosen.name == "int8"
     found = fit_stack(convert_linears(_stack(), 0.5), batch, "90%", noise=0)

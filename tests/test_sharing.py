@@ -160,12 +160,6 @@ SEEDS = {
 }
 
 
-@pytest.mark.parametrize("case", SEEDS)
-def test_these_layers_have_one_seed(case):
-    runs, expected = SEEDS[case]
-    assert seeds_of(*runs(Three(), torch.randn(ROWS, WIDTH))) == expected
-
-
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.grid)])
 def test_the_mean_gradient_of_each_member_is_exact(autocast):
     model, x = Three(RMMConfig(ratio=0.5, min_rows=1)), torch.randn(100, WIDTH) + 1
@@ -465,10 +459,10 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("case", COPIES)
-def test_these_copies_have_one_seed(case):
-    runs, expected = COPIES[case]
-    assert seeds_of(*runs(lowered())) == expected
+@pytest.mark.parametrize(("runs", "expected"), [*SEEDS.values(), *COPIES.values()], ids=[*SEEDS, *COPIES])
+def test_these_layers_have_one_seed(runs, expected):
+    arguments = (lowered(),) if (runs, expected) in COPIES.values() else (Three(), torch.randn(ROWS, WIDTH))
+    assert seeds_of(*runs(*arguments)) == expected
 
 
 def test_hooks_on_adapted_layers_come_and_go():

@@ -3,11 +3,13 @@
 Nothing in the library merges the sketches there: AOTAutograd merges equal calls. These tests fail if it no longer does.
 """
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from sketch_contract import assert_unbiased
+from test_sharing import ROWS, WIDTH, Three
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
@@ -16,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import RMMConfig, RMMLinear, convert_linears
 from rmm_linear.memory import SavedTensors
 
-ROWS, WIDTH = 256, 32
 CONFIG = RMMConfig(ratio=0.25, center=False)
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 BUDGETS = [1.0, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.0, marks=pytest.mark.slow)]
@@ -27,16 +28,8 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-class Attention(nn.Module):
+class Attention(Three):
     """Query, key and value of an activation; `forward` keeps what products of them need besides."""
-
-    def __init__(self, *configs: RMMConfig) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        configs = configs or (CONFIG,)
-        self.layers = nn.ModuleList(
-            RMMLinear(WIDTH, WIDTH, config=configs[number % len(configs)]) for number in range(3)
-        )
 
     def project(self, x: Tensor) -> Tensor:
         query, key, value = (layer(x) for layer in self.layers)
@@ -70,14 +63,14 @@ class OfNothing(Attention):
         return self.project((steps * 0.37).sin()) * x.mean()
 
 
-def kept_bytes(model: nn.Module, backend: str, budget: float = 1.0) -> int:
+def kept_bytes(model: nn.Module, backend: str, budget: float = 1.0, shape: tuple[int, ...] = (ROWS, WIDTH)) -> int:
     torch._dynamo.reset()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(shape, requires_grad=True)
     with functorch_config.patch(activation_memory_budget=budget):
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         with SavedTensors(model) as kept:
             output = compiled(x)
-    output.sum().backward()
+    (output if isinstance(output, Tensor) else output[0]).sum().backward()
     return kept.bytes
 
 
@@ -90,7 +83,7 @@ def test_one_sketch_is_kept_and_one_seed(backend: str) -> None:
 
     query_and_key = 2 * ROWS * WIDTH * 4
     one = CONFIG.saved_bytes(ROWS, WIDTH, torch.float32)
-    assert kept_bytes(Projections(), backend) == query_and_key + one
+    assert kept_bytes(Projections(CONFIG), backend) == query_and_key + one
     assert kept_bytes(Projections(CONFIG.replace(share_sketch=False)), backend) == query_and_key + 3 * one
     # another sketch of the same seed
     other = CONFIG.replace(ratio=0.5)
@@ -104,26 +97,18 @@ def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend: str) -> None
     transformers = pytest.importorskip("transformers")
     from transformers.models.roberta.modeling_roberta import RobertaLayer
 
-    width, batch, length = 64, 8, 128
+    width, shape = 64, (8, 128, 64)
     config = transformers.RobertaConfig(
         hidden_size=width, num_attention_heads=4, intermediate_size=4 * width, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, attn_implementation="sdpa",
     )  # fmt: skip
-    x = torch.randn(batch, length, width)
 
     def hidden_sizes(ratio: float | None, share: bool = True) -> float:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
         layer = RobertaLayer(config).train()
         if ratio is not None:
             sketch = RMMConfig(ratio=ratio, center=False, share_sketch=share)
             convert_linears(layer, config=sketch, exclude_modules=["attention.output.dense"])
-        compiled = torch.compile(layer, backend=backend, fullgraph=True)
-        leaf = x.clone().requires_grad_()
-        with SavedTensors(layer) as kept:
-            output = compiled(leaf)
-        (output if isinstance(output, Tensor) else output[0]).sum().backward()
-        return kept.bytes / (x.numel() * 4)
+        return kept_bytes(layer, backend, shape=shape) / (4 * math.prod(shape))
 
     # statistics of LayerNorm and attention: 8 numbers a row
     small = 8 / width
@@ -137,7 +122,7 @@ def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend: str) -> None
 
 def test_one_frame_over_steps_and_two_over_lengths() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(Attention(), backend=counter, fullgraph=True)
+    compiled = torch.compile(Attention(CONFIG), backend=counter, fullgraph=True)
     for length in (256, 256, 130, 140, 200, 150):
         compiled(torch.randn(length, WIDTH)).sum().backward()
     assert counter.frame_count <= 2
@@ -199,7 +184,7 @@ def test_two_calls_with_one_tensor_draw_twice() -> None:
 
 
 def test_two_forwards_before_a_backward_have_two_sketches() -> None:
-    model = Attention()
+    model = Attention(CONFIG)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, found = torch.randn(ROWS, WIDTH), []
     outputs = [compiled(x) for _ in range(2)]

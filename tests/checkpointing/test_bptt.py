@@ -1,10 +1,12 @@
 """Backpropagation through time by a schedule: the same gradients, bit by bit, and no more memory than promised."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from empty_chain import run_actions
+from planned_models import assert_equal
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,15 +48,9 @@ def plain_loop(cell, inputs, state):
     outputs = []
     for x in inputs.unbind(0):
         returned = cell(x, state)
-        if isinstance(cell, Awkward):
-            output, state = returned
-        else:
-            state = returned
-            output = state[0] if isinstance(state, tuple) else state
+        output, state = returned if isinstance(cell, Awkward) else (tensors_of(returned)[0], returned)
         outputs.append(output)
-    if isinstance(outputs[0], dict):
-        return {key: torch.stack([output[key] for output in outputs]) for key in outputs[0]}, state
-    return torch.stack(outputs), state
+    return torch.utils._pytree.tree_map(lambda *tensors: torch.stack(tensors), *outputs), state
 
 
 def tensors_of(tree):
@@ -83,9 +79,7 @@ def train(run, name, steps, *, loss="all", needs=("inputs", "state")):
 
 def assert_same_bits(found, expected):
     for one, other in zip(found, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or torch.equal(a, b)
+        assert_equal(one, other)
 
 
 @pytest.mark.parametrize("strategy", ["hsm", "ism", "msm"])
@@ -150,26 +144,20 @@ class Watched:
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 def test_measured_memory_and_steps_equal_the_plan(name, strategy):
     for slots in (1, 2, 4, 9, 20):
-        check_memory_and_steps(
-            name,
-            40,
-            lambda sizes, k=slots: plan_for_slots(40, k, sizes, strategy=strategy),
-            slots=slots,
-            strategy=strategy,
-        )
+        planned_for = partial(plan_for_slots, 40, slots, strategy=strategy)
+        check_memory_and_steps(name, planned_for, slots=slots, strategy=strategy)
 
 
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 @pytest.mark.parametrize("spacing", [(8, 4), (9, 3), (40, 40)])
 def test_measured_memory_and_steps_of_double_checkpointing_equal_the_plan(name, spacing, tmp_path):
     options = dict(zip(("host_every", "local_every"), spacing, strict=True), page_to=tmp_path)
-    planned_for = lambda sizes: plan_double(40, *spacing, sizes)  # noqa: E731
     # the instrument does not see states that a pager has made
-    check_memory_and_steps(name, 40, planned_for, unseen_states=2, **options)
+    check_memory_and_steps(name, lambda sizes: plan_double(40, *spacing, sizes), unseen_states=2, **options)
 
 
-def check_memory_and_steps(name, steps, planned_for, *, unseen_states=0, **options):
-    cell, inputs, state = make(name, steps)
+def check_memory_and_steps(name, planned_for, *, unseen_states=0, **options):
+    cell, inputs, state = make(name, 40)
     sizes = step_bytes(cell, inputs[0], state)
     planned = planned_for(sizes)
     watched = Watched(cell, inputs, *tensors_of(state))
@@ -208,36 +196,27 @@ def test_memory_is_never_exceeded_and_more_of_it_never_costs_time():
 
 def test_mixed_states_are_never_worse_than_the_better_of_the_two():
     for budget in range(200, 5000, 300):
-        costs = {
-            strategy: plan_for_bytes(100, budget, StepBytes(16, 40), strategy=strategy).forward_steps
-            for strategy in ("hsm", "ism", "msm")
-        }
-        assert costs["msm"] <= min(costs["hsm"], costs["ism"])
+        plans = [plan_for_bytes(100, budget, StepBytes(16, 40), strategy=name) for name in ("msm", "hsm", "ism")]
+        mixed, *others = (plan.forward_steps for plan in plans)
+        assert mixed <= min(others)
 
 
 def test_a_function_with_parameters_passed_trains_them_and_others_are_refused():
     weight, inputs = torch.randn(FEATURES, FEATURES, requires_grad=True), torch.randn(6, BATCH, FEATURES)
-
-    def cell(x, state):
-        return torch.tanh(x + state @ weight)
-
     state = torch.zeros(BATCH, FEATURES)
-    outputs, _ = bptt_checkpoint(cell, inputs, state, slots=2, parameters=[weight])
-    outputs.sum().backward()
-    found, weight.grad = weight.grad, None
-    plain_loop(cell, inputs, state)[0].sum().backward()
-    assert torch.equal(found, weight.grad)
+
+    def cell_of(used):
+        return lambda x, state: torch.tanh(x + state @ used)
+
+    # a tensor that was made of a parameter outside of the loop is passed itself
+    for make in (lambda: weight, lambda: weight * 2):
+        used = make()
+        outputs, _ = bptt_checkpoint(cell_of(used), inputs, state, slots=2, parameters=[used])
+        (found,) = torch.autograd.grad(outputs.sum(), weight)
+        (expected,) = torch.autograd.grad(plain_loop(cell_of(make()), inputs, state)[0].sum(), weight)
+        assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="not among its parameters"):
-        bptt_checkpoint(cell, inputs.requires_grad_(), state, slots=2)
-    # what was made of a parameter outside of the loop is passed itself
-    weight.grad, made = None, weight * 2
-    outputs, _ = bptt_checkpoint(
-        lambda x, s: torch.tanh(x + s @ made), inputs.detach(), state, slots=2, parameters=[made]
-    )
-    outputs.sum().backward()
-    found, weight.grad, made = weight.grad, None, weight * 2
-    plain_loop(lambda x, s: torch.tanh(x + s @ made), inputs.detach(), state)[0].sum().backward()
-    assert torch.equal(found, weight.grad)
+        bptt_checkpoint(cell_of(weight), inputs.requires_grad_(), state, slots=2)
 
 
 def test_without_gradients_it_is_the_plain_loop():
@@ -245,8 +224,7 @@ def test_without_gradients_it_is_the_plain_loop():
     with torch.no_grad():
         outputs, final = bptt_checkpoint(cell, inputs, state, memory=0.5)
     expected, after = plain_loop(cell, inputs, state)
-    assert torch.equal(outputs, expected)
-    assert all(torch.equal(one, other) for one, other in zip(final, after, strict=True))
+    assert_equal([outputs, *final], [expected, *after])
     assert not outputs.requires_grad
     cell.requires_grad_(False)
     assert not bptt_checkpoint(cell, inputs, state, memory=0.5)[0].requires_grad

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from planned_models import mean_square
 from torch import nn
 
 from rmm_linear.byte_sizes import readable, unit_for
@@ -79,13 +80,9 @@ def test_sizes_are_shown_in_a_unit_that_keeps_numbers_short():
     assert [unit_for(size).name for size in (0, 2**20, 2**33, 2**40, 2**44)] == ["KiB", "MiB", "MiB", "GiB", "TiB"]
 
 
-def _step(model, x):
-    return model(x).square().mean()
-
-
 _DOORS = {
     "checkpoint_model": checkpoint_model,
-    "checkpoint_step": lambda model, x, **options: checkpoint_step(model, _step, x, **options),
+    "checkpoint_step": lambda model, x, **options: checkpoint_step(model, mean_square, x, **options),
 }
 
 

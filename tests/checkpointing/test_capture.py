@@ -1,10 +1,12 @@
 """What a capture follows, what it leaves as it was, and what it says about what it cannot follow."""
 
 import copy
+import itertools
 import random
 
 import pytest
 import torch
+from planned_models import assert_equal, assert_same_gradients, planned, planned_and_plain, planned_runs
 from torch import nn
 
 from rmm_linear.checkpointing import capture, checkpoint_model
@@ -45,18 +47,16 @@ def assert_holds(model, before):
 
 def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
     model, x = Repeated(), torch.randn(4, 8)
-    reference, before = copy.deepcopy(model), tensors_by_owner(model)
-    checkpoint_model(model, x, budget="100%", strategy="chen2016_sqrt")
+    before = tensors_by_owner(model)
+    model, reference = planned_and_plain(model, x)
     assert_holds(model, before)
     for _ in range(2):
         loss, expected = model(x), reference(x)
         assert torch.equal(loss, expected)
         loss.backward()
         expected.backward()
-    for mine, theirs in zip([*model.parameters()], [*reference.parameters()], strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_gradients(model, reference)
+    assert_equal(model.buffers(), reference.buffers())
 
 
 class Exchanges(nn.Linear):
@@ -94,12 +94,30 @@ class ChoosesRows(nn.Linear):
         return x[x[:, 0] > 0].sum()
 
 
+class Reads(nn.Linear):
+    """Multiplies by what a function finds in its state."""
+
+    state, read = None, None
+
+    def forward(self, x):
+        return (super().forward(x) * self.read(self.state)).sum()
+
+
+def reads(state, read):
+    return type("Reads", (Reads,), {"state": state, "read": staticmethod(read)})
+
+
+THIS_LINE = r"test_capture\.py:\d+: (reads\(|return)"
 REFUSED = {
     Exchanges: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.weight = nn.Parameter",
     Registers: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.scale = nn.Parameter",
     Interrupted: r"\n  at .*test_capture.py:\d+: raise KeyboardInterrupt",
     LooksForLabels: r"data-dependent.*\n  at .*if not rows.size\(0\):",
     ChoosesRows: r"contents of a tensor at .*test_capture.py:\d+: return x\[x\[:, 0\] > 0\].sum\(\)",
+    reads(torch.ones(1), lambda state: float(state)): THIS_LINE,
+    reads(torch.ones(1), lambda state: 1.0 if state > 0 else 2.0): THIS_LINE,
+    reads(itertools.cycle([1.0, 2.0]), lambda state: next(state)): THIS_LINE,
+    reads(torch.Generator(), lambda state: torch.randn(8, generator=state)): THIS_LINE,
 }
 
 
@@ -125,12 +143,12 @@ def test_a_list_that_the_step_fills_is_filled_by_steps_alone():
 
     model, x = Collects(8, 8), torch.randn(4, 8)
     model.seen = {"all": []}
-    checkpoint_model(model, x, budget="100%", strategy="chen2016_sqrt")
+    planned(model, x)
     assert model.seen == {"all": []}
     model(x).backward()
     (seen,) = model.seen["all"]
     assert torch.equal(seen, x * 2)
-    assert model._compiled_call_impl.planned_runs == 1
+    assert planned_runs(model) == 1
 
 
 class Renormed(nn.Module):
@@ -145,23 +163,22 @@ class Renormed(nn.Module):
 def test_a_trained_weight_that_the_step_writes_into_is_refused_with_the_way_around():
     model, ids = Renormed(max_norm=1.0), torch.randint(0, 20, (16,))
     with pytest.raises(CaptureError, match=r"writes into parameter 'embed.weight'.*embedding_renorm_"):
-        checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+        planned(model, ids)
     # the way around is the same step
     reference = copy.deepcopy(model)
     model.embed.max_norm = None
-    checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+    planned(model, ids)
     with torch.no_grad():
         torch.embedding_renorm_(model.embed.weight, ids, 1.0, 2.0)
     loss, expected = model(ids), reference(ids)
     loss.backward()
     expected.backward()
     assert torch.equal(loss, expected)
-    assert torch.equal(model.embed.weight.grad, reference.embed.weight.grad)
+    assert_same_gradients(model, reference)
     # one that is not trained is a buffer by another name
     model = Renormed(max_norm=1.0)
     model.embed.weight.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, ids, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(model, ids)
     assert torch.equal(model(ids), reference(ids))
     assert torch.equal(model.embed.weight, reference.embed.weight)
 

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmm_linear.checkpointing import capture, checkpoint_model
-from rmm_linear.compiler import backend, costs, plans, rmm_linear
+from rmm_linear.compiler import backend, costs, inductor_program, plans, rmm_linear
 
 
 def graph_of(costs, rows=64):
@@ -20,13 +21,38 @@ def test_each_unit_is_named_and_positive():
         graph = graph_of(name)
         assert graph.cost_unit == unit
         assert all(op.cost > 0 for op in graph.ops)
-    with pytest.raises(ValueError, match="costs='seconds' is unknown; choose one of roofline, flops"):
-        graph_of("seconds")
 
 
 def test_flops_are_those_of_the_products():
     first, second = (op.cost for op in graph_of("flops").ops if op.kind == "aten.addmm")
     assert (first, second) == (2 * 64 * 32 * 64, 2 * 64 * 64 * 8)
+
+
+def test_fused_attention_costs_its_matrix_products_where_torch_has_no_formula_for_its_kernel():
+    scale, (query, key) = nn.Linear(1, 1, bias=False), (torch.randn(2, 4, length, 8) for length in (16, 24))
+
+    def step(model, query, key):
+        return nn.functional.scaled_dot_product_attention(query * model.weight, key, key).sum()
+
+    graph = capture(scale, (query, key), step=step, costs="flops").graph
+    product = 2.0 * 2 * 4 * 16 * 24 * 8
+    assert [op.cost for op in graph.ops if "flash_attention_for_cpu" in op.kind] == [2 * product, 5 * product]
+
+
+@pytest.mark.parametrize(("device", "grows"), [("cpu", False), ("cuda", True)])
+def test_a_gpu_takes_longer_for_a_loop_that_computes_more_numbers_than_it_moves(device, grows):
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(60):
+        nodes.append(graph.call_function(torch.ops.aten.mul.Scalar, (nodes[-1], 2.0)))
+    with FakeTensorMode():
+        for node in nodes:
+            node.meta["val"] = torch.empty(1000, 1000, device=device)
+    nodes = nodes[1:]
+    short, long = (costs.cost_of(nodes[:length], "roofline") for length in (2, 60))
+    # a million numbers in, a million out; 6 are computed in the time of a byte
+    assert long - short == (10e6 - 8e6 if grows else 0)
+    assert costs.cost_of(nodes, "bytes") == 8e6
 
 
 def test_bytes_are_those_read_and_written():
@@ -52,7 +78,9 @@ def test_a_loop_that_inductor_compiles_takes_the_time_of_its_bytes(monkeypatch):
     model, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(16, 32)
     step = torch.compile(model, backend=rmm_linear, options={"budget": "100%", "costs": "ms"})
     monkeypatch.setattr(backend, "is_measurable", lambda _: False)
-    step(x).sum().backward()
+    monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
+    with pytest.warns(UserWarning, match="the compiled step takes"):
+        step(x).sum().backward()
     ops = plans(model)[0].graph.ops
     assert {op.cost for op in ops if op.kind in ("aten.addmm", "aten.mm")} == {7.0}
     (gelu,) = (op for op in ops if op.kind == "aten.gelu")

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measured_peak import MeasuredPeak
+from planned_models import assert_equal, assert_same_gradients, mean_square, planned, planned_and_plain
+from planned_models import planned_runs as runs
 from tiny_transformers import tiny
 from torch import nn
 
@@ -89,7 +91,7 @@ class Blocks(nn.Module):
         return x
 
 
-def mean_square(model, x, target):
+def mean_squared_error(model, x, target):
     return (model(x) - target).square().mean()
 
 
@@ -126,10 +128,10 @@ IMAGES = torch.randn(4, 3, 8, 8), torch.randint(0, 8, (4,))
 CASES = {
     "net": (Net, None, IMAGES, {}),
     "assorted": (Assorted, None, (torch.randint(0, 50, (4, 12)),), {}),
-    "blocks": (lambda: Blocks(depth=3), mean_square, (X, TARGET), {}),
-    "sketched": (lambda: converted(ratio=0.3), mean_square, (X, TARGET), {}),
-    "sketched in int4": (lambda: converted(ratio=0.5, storage="int4"), mean_square, (X, TARGET), {}),
-    "sketched attention": (lambda: Attention(ratio=0.5), mean_square, (X, TARGET), {}),
+    "blocks": (lambda: Blocks(depth=3), mean_squared_error, (X, TARGET), {}),
+    "sketched": (lambda: converted(ratio=0.3), mean_squared_error, (X, TARGET), {}),
+    "sketched in int4": (lambda: converted(ratio=0.5, storage="int4"), mean_squared_error, (X, TARGET), {}),
+    "sketched attention": (lambda: Attention(ratio=0.5), mean_squared_error, (X, TARGET), {}),
     "gpt2": (lambda: language_model("GPT2LMHeadModel"), None, (), TEXT),
     "llama": (lambda: language_model("LlamaForCausalLM"), None, (), TEXT),
     "roberta": (
@@ -160,16 +162,6 @@ def tensors_in(value):
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
 
 
-def runs(model):
-    return model._compiled_call_impl.planned_runs
-
-
-def assert_same_gradients(model, reference):
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (theirs.grad is None) == (ours.grad is None), name
-        assert theirs.grad is None or torch.equal(theirs.grad, ours.grad), name
-
-
 # `make test` runs one of buffers and writes in place, and one of sketches and attention; tests/stacks plans models
 grid = partial(pytest.param, marks=pytest.mark.grid)
 
@@ -188,8 +180,8 @@ def test_bits_and_bytes_are_as_promised(case):
     graph = capture(model, args, kwargs, step=step).graph
     peaks, one = [], torch.ones(())
     for schedule in schedules(graph, case):
-        plain, planned = copy.deepcopy(model), copy.deepcopy(model)
-        run = apply_schedule(planned, step, kwargs or args, schedule)
+        plain, by_plan = copy.deepcopy(model), copy.deepcopy(model)
+        run = apply_schedule(by_plan, step, kwargs or args, schedule)
         peaks.append(simulate(graph, schedule).peak_bytes)
         # in a second micro-batch, gradients are added to those that are there
         for seed, peak_bytes in enumerate((peaks[-1], run.plans[0].with_gradients_freed().peak_bytes)):
@@ -204,9 +196,9 @@ def test_bits_and_bytes_are_as_promised(case):
                 loss_of(found).backward(one)
             assert torch.equal(torch.get_rng_state(), after)
             assert type(found) is type(expected)
-            assert all(map(torch.equal, tensors_in(found), tensors_in(expected)))
-            assert_same_gradients(planned, plain)
-            assert all(map(torch.equal, planned.buffers(), plain.buffers()))
+            assert_equal(tensors_in(found), tensors_in(expected))
+            assert_same_gradients(by_plan, plain)
+            assert_equal(by_plan.buffers(), plain.buffers())
             assert measured.peak == peak_bytes
         assert run.planned_runs == 2
     assert min(peaks) < simulate(graph, Schedule.plain(graph)).peak_bytes
@@ -230,7 +222,7 @@ def chain():
     layers = [layer for width in (24, 8, 16) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x = nn.Sequential(*layers), torch.randn(64, 12)
     model(x)
-    return model, x, capture(model, (x,), step=lambda model, x: model(x).square().mean())
+    return model, x, capture(model, (x,), step=mean_square)
 
 
 @pytest.mark.parametrize("strategy", available_strategies())
@@ -260,7 +252,7 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, ch
 
 def test_memory_goes_with_the_loss_and_needs_no_collector():
     model = Blocks()
-    step = checkpoint_step(model, mean_square, (X, TARGET), budget="80%", strategy="chen2016_sqrt")
+    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="80%", strategy="chen2016_sqrt")
     step(X, TARGET)
     gc.collect()
     gc.disable()
@@ -278,9 +270,8 @@ def test_memory_goes_with_the_loss_and_needs_no_collector():
 
 
 def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_loss():
-    model = Blocks(drop=0.0)
-    reference = copy.deepcopy(model)
-    plan = checkpoint_model(model, X.clone().requires_grad_(), budget="90%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(Blocks(drop=0.0), X.clone().requires_grad_(), "90%")
+    (plan,) = model._compiled_call_impl.plans
     assert plan.peak_bytes <= 0.9 * plan.plain.peak_bytes
     mine, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
     model(mine).sin().sum().backward()
@@ -293,19 +284,18 @@ def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_l
 def test_frozen_parameters_get_none():
     model = Blocks()
     model.blocks[:1].requires_grad_(False)
-    step = checkpoint_step(model, mean_square, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
+    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
     step(X, TARGET).backward()
     assert step.planned_runs == 1
     assert all(parameter.grad is None for parameter in model.blocks[:1].parameters())
     assert all(parameter.grad is not None for parameter in model.blocks[1:].parameters())
     model.requires_grad_(True)
-    trained = simulate(graph := capture(model, (X, TARGET), step=mean_square).graph, Schedule.plain(graph))
+    trained = simulate(graph := capture(model, (X, TARGET), step=mean_squared_error).graph, Schedule.plain(graph))
     assert step.plans[0].plain.peak_bytes < trained.peak_bytes
 
 
 def test_eval_and_no_grad_run_as_written_and_removal_leaves_nothing():
-    model = Blocks()
-    checkpoint_model(model, X, budget="90%", strategy="chen2016_sqrt")
+    model = planned(Blocks(), X, "90%")
     keys = model.state_dict().keys()
     with torch.no_grad():
         assert model(X).grad_fn is None
@@ -342,8 +332,7 @@ def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
     with pytest.raises(InfeasibleBudgetError) as caught:
         checkpoint_model(model, X, budget=1)
     assert model._compiled_call_impl is None
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, X, budget=caught.value.least_bytes)
+    model, reference = planned_and_plain(model, X, caught.value.least_bytes, strategy="auto")
     for _ in range(3):
         model(X).backward()
         reference(X).backward()
@@ -411,9 +400,7 @@ class Several(nn.Module):
 
 
 def test_results_keep_what_they_are_and_unused_ones_send_nothing_back():
-    model = Several()
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(Several(), X)
     for each in (model, reference):
         h, spectrum, _, target, index = each(X)
         assert [tensor.requires_grad for tensor in (h, spectrum, target, index)] == [True, True, False, False]
@@ -423,8 +410,7 @@ def test_results_keep_what_they_are_and_unused_ones_send_nothing_back():
 
 
 def test_changed_models_are_planned_anew():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 8))
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model = planned(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 8)), X)
     model(X)
     assert len(model._compiled_call_impl.plans) == 1
     model[1].p = 0.0
@@ -444,24 +430,6 @@ def test_changed_models_are_planned_anew():
     with pytest.warns(UserWarning, match="nothing in it is trained"):
         assert not model(X).requires_grad
     assert runs(model) == 6
-
-
-def test_gradients_that_autograd_would_copy_are_counted():
-    class Joined(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(64, 8)), nn.Parameter(torch.randn(64, 8))
-            self.c = nn.Parameter(torch.randn(500, 4))
-
-        def forward(self, x):
-            return F.linear(x, torch.cat([self.a, self.b], 1)).square().mean() + self.c.sum()
-
-    model, x, one = Joined(), torch.randn(30, 16), torch.ones(())
-    step = checkpoint_step(model, None, x, budget="100%", strategy="chen2016_sqrt")
-    with MeasuredPeak() as measured:
-        loss = step(x)
-        loss.backward(one)
-    assert measured.peak == step.plans[0].peak_bytes
 
 
 def test_tensors_that_a_step_closes_over_are_read_and_trained():
@@ -490,9 +458,7 @@ class Assigns(nn.Linear):
 
 
 def test_what_a_step_assigns_is_there_after_it():
-    model = Assigns()
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(Assigns(), X)
     assert (model.n, model.calls, hasattr(model, "aux")) == (0, 0, False)
     for each in (model, reference):
         for _ in range(3):
@@ -510,8 +476,7 @@ def test_what_a_step_assigns_is_there_after_it():
 @pytest.mark.parametrize("model", [Net(), grid(language_model())], ids=["net", "roberta"])
 def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
     args, kwargs = (IMAGES, {}) if isinstance(model, Net) else ((), CASES["roberta"][3])
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, kwargs or args, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(model, kwargs or args)
 
     def step(model, seed):
         torch.manual_seed(seed)
@@ -552,9 +517,8 @@ class Autoencoder(nn.Module):
 
 
 def test_a_scalar_that_trains_fewer_parameters_than_all_results_is_not_taken_for_the_loss():
-    model = Autoencoder()
-    reference = copy.deepcopy(model)
-    plan = checkpoint_model(model, X, budget="100%")
+    model, reference = planned_and_plain(Autoencoder(), X)
+    (plan,) = model._compiled_call_impl.plans
     assert plan.plain.peak_bytes <= plan.eager_peak_bytes
     for each in (model, reference):
         out, divergence = each(X)
@@ -574,9 +538,7 @@ def test_a_given_schedule_is_for_the_gradient_of_the_loss_alone():
 
 
 def test_passes_that_wait_together_are_planned_for_all_gradients_once():
-    model = Net(drop=0.0)
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, IMAGES, budget="100%")
+    model, reference = planned_and_plain(Net(drop=0.0), IMAGES)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         sum(model(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
@@ -591,7 +553,7 @@ def test_passes_that_wait_together_are_planned_for_all_gradients_once():
 
 def test_second_backward_passes_and_second_derivatives_are_refused():
     model = Blocks()
-    step = checkpoint_step(model, mean_square, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
+    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
     loss = step(X, TARGET)
     with pytest.raises(DoubleBackwardError, match="create_graph=True asks"):
         torch.autograd.grad(loss, model.blocks[0][1].weight, create_graph=True)
@@ -605,18 +567,13 @@ def test_a_workspace_that_is_not_told_is_warned_of():
         capture(nn.LSTM(8, 8), (torch.randn(4, 2, 8),))
 
 
-def test_wrong_models_strategies_schedules_and_second_calls_are_named():
-    with pytest.raises(ValueError, match="nothing that the step returns depends on a parameter"):
-        checkpoint_model(nn.Linear(16, 16).requires_grad_(False), X, budget="50%")
+def test_wrong_schedules_and_second_calls_are_named():
     model = nn.Linear(16, 16)
-    with pytest.raises(ValueError, match="strategy='magic' is unknown; choose one of .*chen2016"):
-        checkpoint_model(model, X, budget="50%", strategy="magic")
     other = capture(model, (X[:2],)).graph
     with pytest.raises(ScheduleError, match="made for graph"):
         apply_schedule(model, None, X, Schedule.plain(other))
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
     with pytest.raises(ValueError, match="checkpointed already"):
-        checkpoint_model(model, X, budget="50%", strategy="chen2016_sqrt")
+        planned(planned(model, X), X)
 
 
 def test_a_plan_prints_what_it_keeps_by_block():

@@ -5,18 +5,11 @@ import copy
 import pytest
 import torch
 from measured_peak import MeasuredPeak
+from planned_models import Ops, assert_equal, assert_same_gradients, gradients
+from planned_models import planned as planned_for
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear.checkpointing import (
-    Schedule,
-    apply_schedule,
-    capture,
-    checkpoint_model,
-    checkpoint_step,
-    remove_checkpointing,
-    simulate,
-)
+from rmm_linear.checkpointing import Schedule, apply_schedule, capture, checkpoint_step, simulate
 from rmm_linear.errors import ScheduleError
 from rmm_linear.planning.schedule import Step
 
@@ -29,32 +22,11 @@ def layers():
 
 
 def planned(model, budget="100%", **options):
-    checkpoint_model(model, X, budget=budget, strategy="chen2016_sqrt", **options)
-    return model
+    return planned_for(model, X, budget, **options)
 
 
 def plan_of(model):
     return model._compiled_call_impl.plans[-1]
-
-
-class Ops(TorchDispatchMode):
-    """Counts what torch runs in a backward pass; Dynamo would compile no forward pass under it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def assert_equal(ours, theirs):
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        assert mine is None or torch.equal(mine, other)
-
-
-def gradients(model):
-    return [parameter.grad for parameter in model.parameters()]
 
 
 # When
@@ -119,7 +91,7 @@ def test_a_second_micro_batch_takes_what_it_takes_in_eager():
     assert first == first_of_eager == plan_of(ours).peak_bytes
     assert later == [plan_of(ours).with_gradients_freed().peak_bytes] * 2
     assert max(later) <= min(later_of_eager) < first
-    assert_equal(gradients(ours), gradients(eager))
+    assert_same_gradients(ours, eager)
 
 
 class Shares(nn.Module):
@@ -136,9 +108,22 @@ class Shares(nn.Module):
         return h[:32] * h[32:].sin() + self.e + self.f
 
 
+class Joined(nn.Module):
+    """Two parameters whose gradients are columns of one, and one whose gradient is expanded: autograd copies them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(64, 32)), nn.Parameter(torch.randn(64, 32))
+        self.c = nn.Parameter(torch.randn(500, 4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, torch.cat([self.a, self.b], 1)).square().mean() + self.c.sum()
+
+
+@pytest.mark.parametrize("kind", [Shares, Joined])
 @pytest.mark.parametrize("freed", [False, True])
-def test_gradients_that_share_memory_are_counted(freed):
-    model = Shares()
+def test_gradients_that_share_memory_or_are_copied_are_counted(freed, kind):
+    model = kind()
     eager = copy.deepcopy(model)
     for each in (model, eager):
         each(X).sum().backward()
@@ -157,7 +142,7 @@ def test_gradients_that_share_memory_are_counted(freed):
         loss = step(X)
         loss.backward(one)
     eager(X).square().sum().backward()
-    assert_equal(gradients(model), gradients(eager))
+    assert_same_gradients(model, eager)
     assert measured.peak == step.plans[0].peak_bytes
 
 
@@ -191,7 +176,7 @@ def test_hooks_of_all_kinds_are_called_as_in_eager():
         assert [kind for kind, _ in mine] == [kind for kind, _ in theirs]
         assert len(mine) == 8
         assert_equal([value for _, value in mine], [value for _, value in theirs])
-    assert_equal(gradients(ours), gradients(eager))
+    assert_same_gradients(ours, eager)
 
 
 def test_what_is_asked_for_alone_is_computed_and_nothing_accumulates():
@@ -208,7 +193,7 @@ def test_what_is_asked_for_alone_is_computed_and_nothing_accumulates():
     assert gradients(ours) == [None] * 12
     ours(X).backward(TANGENT, inputs=[ours[4].weight])
     eager(X).backward(TANGENT, inputs=[eager[4].weight])
-    assert_equal(gradients(ours), gradients(eager))
+    assert_same_gradients(ours, eager)
     assert sum(gradient is not None for gradient in gradients(ours)) == 1
 
 
@@ -243,7 +228,7 @@ def test_what_is_used_elsewhere_as_well_gets_the_sum():
     planned(model.inner)
     model(X).backward()
     eager(X).backward()
-    assert_equal(gradients(model), gradients(eager))
+    assert_same_gradients(model, eager)
 
 
 # Parameters that change in the backward pass
@@ -267,7 +252,7 @@ def test_an_optimizer_waits_for_the_ops_that_read_its_parameter(budget):
     torch.manual_seed(0)
     model = Scales()
     eager = stepping(copy.deepcopy(model))
-    plan = checkpoint_model(model, X, budget=budget, strategy="chen2016_sqrt", gradients="freed")
+    plan = plan_of(planned(model, budget, gradients="freed"))
     writer = plan.graph.writer
     assert any(writer[index] < place for place, op in enumerate(plan.graph.ops) for index in op.holds_back)
     stepping(model)
@@ -319,12 +304,3 @@ def test_a_schedule_that_reads_a_parameter_too_late_is_refused():
     without = [step for step in schedule.steps if step.target != graph.writer[gradient] or step.kind == "free"]
     with pytest.raises(ScheduleError, match="is not in memory|never computed"):
         simulate(graph, Schedule(tuple(without), schedule.graph))
-
-
-def test_gradients_are_kept_or_freed():
-    with pytest.raises(ValueError, match='gradients=\'summed\' is neither "kept" nor "freed"'):
-        planned(layers(), gradients="summed")
-    model = layers()
-    with pytest.raises(ValueError, match="is neither"):
-        checkpoint_step(model, None, X, budget="50%", gradients=None)
-    assert remove_checkpointing(model) is model

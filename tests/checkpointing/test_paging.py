@@ -1,35 +1,23 @@
 """Schedules that page: simulated, run op by op to files, and refused where they can't run."""
 
-import copy
 import errno
 import os
 import signal
 import tempfile
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
+from measured_peak import MeasuredPeak
+from planned_models import assert_equal, assert_same_gradients, gradients, mean_square, planned_and_plain
 from torch import nn
 
 from experiments.checkpointing.generators import chain, with_backward
-from rmm_linear.checkpointing import (
-    PlannedStep,
-    Schedule,
-    Step,
-    apply_schedule,
-    capture,
-    checkpoint_model,
-    simulate,
-    validate,
-)
-from rmm_linear.compiler.backend import Options
+from rmm_linear.checkpointing import Schedule, Step, apply_schedule, capture, checkpoint_model, simulate, validate
 from rmm_linear.errors import PagingError, ScheduleError
-from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost
 from rmm_linear.planning.timeline import bytes_by_kind
-from tests.checkpointing.measured_peak import MeasuredPeak
 
 _CHAIN = replace(with_backward(chain([4, 2, 7, 1])), page_cost=0.5)
 _OPS = len(_CHAIN.ops)
@@ -79,59 +67,42 @@ def test_loads_that_cannot_run_are_refused(graph, steps, message):
         validate(graph, Schedule(tuple(steps), graph.fingerprint))
 
 
-class _Block(nn.Module):
-    """Dropout, views, attention, and ops with several results."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-
-    def forward(self, x):
-        return self.block(x).square().mean()
-
-
-def _schedule_that_pages_all(graph):
-    """Page every storage of the forward pass that the backward pass reads, and load it just before it is read."""
-    ends = {*graph.results, *graph.outputs}
-    order, loaded = [*range(graph.forward_count)], set()
-    for op in range(graph.forward_count, len(graph.ops)):
-        for index in dict.fromkeys(graph.ops[op].reads):
-            is_forward = graph.writer[index] < graph.forward_count
-            if is_forward and index not in ends and index not in loaded:
-                order.append(len(graph.ops) + index)
-                loaded.add(index)
-        order.append(op)
+def _schedule_that_loads(graph, is_loaded_for):
+    """Load just before an op those of the storages that it reads of which `is_loaded_for(index, op)` says so."""
+    order = []
+    for op in range(len(graph.ops)):
+        loaded = (index for index in dict.fromkeys(graph.ops[op].reads) if is_loaded_for(index, op))
+        order += [*(len(graph.ops) + index for index in loaded), op]
     return Schedule.from_order(graph, order)
 
 
 def _run(step, model, x):
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     torch.manual_seed(1)
     loss = step(x)
     loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-class _Paged(NamedTuple):
-    model: nn.Module
-    x: torch.Tensor
-    expected: list[torch.Tensor]
-    graph: Graph
-    schedule: Schedule
-    step: PlannedStep
-    folder: Path
+    return [loss.detach(), *gradients(model)]
 
 
 @pytest.fixture(scope="module")
 def paged(tmp_path_factory):
     torch.manual_seed(0)
-    model, x, folder = _Block(), torch.randn(4, 24, 16), tmp_path_factory.mktemp("pages")
-    expected = _run(model, model, x)
-    graph = replace(capture(model, (x,)).graph, page_cost=1.0)
-    schedule = _schedule_that_pages_all(graph)
-    step = apply_schedule(model, None, x, schedule, page_to=folder)
-    return _Paged(model, x, expected, graph, schedule, step, folder)
+    # dropout, views, attention, and ops with several results
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    x, folder = torch.randn(4, 24, 16), tmp_path_factory.mktemp("pages")
+    expected = _run(lambda x: mean_square(model, x), model, x)
+    graph = replace(capture(model, (x,), step=mean_square).graph, page_cost=1.0)
+    ends = {*graph.results, *graph.outputs}
+
+    def is_first_of_backward_pass(index, op):
+        is_forward = graph.writer[index] < graph.forward_count <= op
+        return is_forward and index not in ends and not any(graph.forward_count <= r < op for r in graph.readers[index])
+
+    schedule = _schedule_that_loads(graph, is_first_of_backward_pass)
+    step = apply_schedule(model, mean_square, x, schedule, page_to=folder)
+    return SimpleNamespace(
+        model=model, x=x, expected=expected, graph=graph, schedule=schedule, step=step, folder=folder
+    )
 
 
 def test_a_step_whose_activations_are_all_paged_has_the_bits_of_eager_mode_and_the_simulated_peak(paged):
@@ -140,10 +111,9 @@ def test_a_step_whose_activations_are_all_paged_has_the_bits_of_eager_mode_and_t
     assert taken.forward_bytes <= 64
     assert taken.forward_bytes < simulate(graph, Schedule.plain(graph)).forward_bytes / 100
     runs = paged.step.planned_runs
-    assert all(map(torch.equal, _run(paged.step, paged.model, paged.x), paged.expected))
+    assert_equal(_run(paged.step, paged.model, paged.x), paged.expected)
     assert paged.step.planned_runs == runs + 1
-    for parameter in paged.model.parameters():
-        parameter.grad = None
+    paged.model.zero_grad()
     with MeasuredPeak() as measured:
         paged.step(paged.x).backward()
     # what kernels hold for themselves is no storage
@@ -171,8 +141,8 @@ def test_a_full_disk_is_told_and_the_next_step_runs(paged, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert all(map(torch.equal, before, paged.model.parameters()))
-    assert all(map(torch.equal, _run(paged.step, paged.model, paged.x), paged.expected))
+    assert_equal(before, paged.model.parameters())
+    assert_equal(_run(paged.step, paged.model, paged.x), paged.expected)
 
 
 def test_a_page_that_was_lost_is_told(paged, monkeypatch):
@@ -187,24 +157,20 @@ def test_a_page_that_was_lost_is_told(paged, monkeypatch):
 def test_a_step_whose_backward_pass_alone_pages_has_the_bits_of_eager_mode(paged):
     graph = paged.graph
     stays = {*graph.outputs, *graph.gradients}
-    order, loads = [], 0
-    for op in range(len(graph.ops)):
-        for index in dict.fromkeys(graph.ops[op].reads):
-            # the last of several readers loads it
-            is_again = len(graph.readers[index]) > 1 and graph.readers[index][-1] == op
-            if is_again and graph.writer[index] >= graph.forward_count and index not in stays:
-                order.append(len(graph.ops) + index)
-                loads += 1
-        order.append(op)
-    assert loads
-    schedule = Schedule.from_order(graph, order)
-    step = apply_schedule(paged.model, None, paged.x, schedule, page_to=paged.folder)
-    assert all(map(torch.equal, _run(step, paged.model, paged.x), paged.expected))
+
+    def is_last_of_several(index, op):
+        is_of_backward_pass = graph.writer[index] >= graph.forward_count and index not in stays
+        return is_of_backward_pass and len(graph.readers[index]) > 1 and graph.readers[index][-1] == op
+
+    schedule = _schedule_that_loads(graph, is_last_of_several)
+    assert schedule.loads(graph)
+    step = apply_schedule(paged.model, mean_square, paged.x, schedule, page_to=paged.folder)
+    assert_equal(_run(step, paged.model, paged.x), paged.expected)
 
 
 def test_a_schedule_that_pages_needs_a_place(paged):
     with pytest.raises(ScheduleError, match="page_to names no place"):
-        apply_schedule(paged.model, None, paged.x, paged.schedule)
+        apply_schedule(paged.model, mean_square, paged.x, paged.schedule)
 
 
 def test_poet_pages_a_model_within_a_budget(tmp_path, monkeypatch):
@@ -213,8 +179,8 @@ def test_poet_pages_a_model_within_a_budget(tmp_path, monkeypatch):
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())]
     model, x = nn.Sequential(*layers, nn.Linear(32, 1)), torch.randn(256, 32)
-    plain = copy.deepcopy(model)
-    plan = checkpoint_model(model, x, budget="65%", strategy="patil2022_poet", page_to=tmp_path)
+    model, plain = planned_and_plain(model, x, "65%", strategy="patil2022_poet", page_to=tmp_path)
+    (plan,) = model._compiled_call_impl.plans
     assert plan.graph.page_cost == 0.1
     assert plan.peak_bytes <= 0.65 * plan.plain.peak_bytes
     assert plan.schedule.loads(plan.graph)
@@ -222,8 +188,7 @@ def test_poet_pages_a_model_within_a_budget(tmp_path, monkeypatch):
     assert "no bound of other plans is known: the linear program knows no paging" in str(plan)
     for each in (model, plain):
         each(x).square().mean().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +208,3 @@ def test_places_and_costs_that_page_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         checkpoint_model(model, torch.randn(2, 4), budget="100%", **({"strategy": "patil2022_poet"} | options))
     assert model._compiled_call_impl is None
-
-
-def test_steps_that_inductor_compiles_page_nothing(tmp_path):
-    with pytest.raises(ValueError, match='page_to=.*needs executor="exact"'):
-        Options(budget="50%", page_to=tmp_path)

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from planned_models import assert_equal, planned_and_plain, planned_runs
 from torch import nn
 
-from rmm_linear.checkpointing import checkpoint_model, checkpoint_step
+from rmm_linear.checkpointing import checkpoint_step
 from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.errors import AutocastBackwardError
 
@@ -60,20 +61,24 @@ def gradients(model, step, inside):
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def assert_same_bits(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+def plain_gradients(model, inside):
+    return gradients(model, lambda x: mean_square(model, x), inside)
+
+
+def step_and_reference(model, is_cast=True):
+    """A planned step of a model, and a copy of the model."""
+    reference = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+        step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    return step, reference
 
 
 @pytest.mark.parametrize("kind", [Attention, pytest.param(Repeated, marks=pytest.mark.grid)])
 def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
     model = kind()
-    reference = copy.deepcopy(model)
-    with autocast():
-        step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    step, reference = step_and_reference(model)
     for _ in range(2):
-        ours = gradients(model, step, inside=False)
-        assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside=False))
+        assert_equal(gradients(model, step, inside=False), plain_gradients(reference, inside=False))
     # without autocast the step is another variant
     torch.manual_seed(6)
     ours = step(X)
@@ -83,13 +88,10 @@ def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
 
 
 def test_a_backward_pass_inside_of_autocast_has_the_plain_bits_where_it_computes_the_same():
-    model = Repeated()
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(Repeated(), X)
     for inside in (True, False, True):
-        ours = gradients(model, lambda x: mean_square(model, x), inside)
-        assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside))
-    assert model._compiled_call_impl.planned_runs == 3
+        assert_equal(plain_gradients(model, inside), plain_gradients(reference, inside))
+    assert planned_runs(model) == 3
 
 
 class Changed(nn.Module):
@@ -113,26 +115,22 @@ def test_what_is_changed_in_the_graph_after_its_trace_lets_no_backward_pass_be_r
     run = torch.compile(model, backend="rmm_linear", options={"budget": "100%", "executor": executor})
     ours = gradients(model, lambda x: mean_square(run, x), inside=True)
     assert len(plans(model)) == 1
-    theirs = gradients(reference, lambda x: mean_square(reference, x), inside=True)
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, plain_gradients(reference, inside=True))
 
 
 def test_a_backward_pass_inside_of_autocast_that_computes_in_other_dtypes_is_refused_by_name():
     model = Attention()
-    reference = copy.deepcopy(model)
-    with autocast():
-        step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    step, reference = step_and_reference(model)
     for _ in range(2):
         with pytest.raises(AutocastBackwardError, match=r"inside of torch.autocast.*call it outside"):
             gradients(model, step, inside=True)
     assert all(parameter.grad is None for parameter in model.parameters())
-    ours = gradients(model, step, inside=False)
-    assert_same_bits(ours, gradients(reference, lambda x: mean_square(reference, x), inside=False))
+    assert_equal(gradients(model, step, inside=False), plain_gradients(reference, inside=False))
 
 
 def test_a_step_without_autocast_has_the_plain_bits_where_its_backward_pass_is_inside_of_it():
-    model, reference = (copy.deepcopy(m) for m in [nn.Sequential(nn.Linear(32, 32), nn.Tanh())] * 2)
-    step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    step, reference = step_and_reference(model, is_cast=False)
     found = []
     for loss in (step(X), mean_square(reference, X)):
         with autocast():
@@ -153,9 +151,7 @@ def test_inputs_that_are_leaves_are_cast_once_and_others_for_each_use():
         def forward(self, x):
             return sum(layer(x) for layer in self.layers)
 
-    model = Uses()
-    reference = copy.deepcopy(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+    model, reference = planned_and_plain(Uses(), X)
     leaf = X.clone().requires_grad_()
     for is_leaf in (True, False):
         found = []

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from planned_models import mean_square, planned, planned_runs
 from torch import distributed, nn
 
 from rmm_linear.checkpointing import (
@@ -18,10 +19,6 @@ from rmm_linear.checkpointing import (
 from rmm_linear.errors import ScheduleError
 
 X = torch.randn(32, 8)
-
-
-def _step(model, x):
-    return model(x).square().mean()
 
 
 def _model():
@@ -47,9 +44,9 @@ def process_group():
 
 
 _DOORS = {
-    "checkpoint_model": lambda model: checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt"),
-    "checkpoint_step": lambda model: checkpoint_step(model, _step, X, budget="100%", strategy="chen2016_sqrt"),
-    "apply_schedule": lambda model: apply_schedule(model, _step, X, Schedule((), "0" * 16)),
+    "checkpoint_model": lambda model: planned(model, X),
+    "checkpoint_step": lambda model: checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt"),
+    "apply_schedule": lambda model: apply_schedule(model, mean_square, X, Schedule((), "0" * 16)),
 }
 
 
@@ -65,7 +62,7 @@ def test_a_model_that_holds_a_planned_or_compiled_module_is_refused_by_name(kind
     door = _DOORS[door]
     model, told = _model(), r"'1' \(Sequential\) is compiled already"
     if kind == "planned":
-        checkpoint_model(model[1], X, budget="100%", strategy="chen2016_sqrt")
+        planned(model[1], X)
         told = r"'1' \(Sequential\) is checkpointed already.*remove_checkpointing"
     elif kind == "compiled in place":
         model[1].compile(backend="eager")
@@ -77,17 +74,15 @@ def test_a_model_that_holds_a_planned_or_compiled_module_is_refused_by_name(kind
             door(model)
     assert model._compiled_call_impl is None
     if kind == "planned":
-        remove_checkpointing(model)
-        checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+        planned(remove_checkpointing(model), X)
 
 
 def test_a_module_planned_after_the_whole_is_part_of_the_whole():
-    model = _model()
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-    checkpoint_model(model[1], X, budget="100%", strategy="chen2016_sqrt")
+    model = planned(_model(), X)
+    planned(model[1], X)
     for x in (X, X[:7]):
         assert torch.equal(model(x), copy.deepcopy(model)(x))
-    assert (model._compiled_call_impl.planned_runs, model[1]._compiled_call_impl.planned_runs) == (2, 0)
+    assert (planned_runs(model), planned_runs(model[1])) == (2, 0)
 
 
 @pytest.mark.parametrize("door", _DOORS.values(), ids=_DOORS)
@@ -101,9 +96,9 @@ def test_a_wrapper_of_distributed_training_is_refused_with_what_to_plan(door):
 
 
 def test_what_is_no_schedule_is_refused():
-    text = Schedule.plain(capture(_model(), (X,), step=_step).graph).to_json()
+    text = Schedule.plain(capture(_model(), (X,), step=mean_square).graph).to_json()
     with pytest.raises(ScheduleError, match=r"str.*Schedule\.from_json"):
-        apply_schedule(_model(), _step, X, text)
+        apply_schedule(_model(), mean_square, X, text)
     with pytest.raises(ScheduleError, match=r"str.*Schedule\.from_json"):
         torch.compile(_model(), backend="rmm_linear", options={"schedule": text})(X)
 
@@ -119,6 +114,6 @@ def test_eval_mode_and_what_is_no_module_are_refused(door):
 
 @pytest.mark.usefixtures("nothing_is_captured")
 def test_a_budget_is_asked_for():
-    for plan in (checkpoint_model, lambda *args, **kwargs: checkpoint_step(args[0], _step, *args[1:], **kwargs)):
+    for plan in (checkpoint_model, lambda *args, **kwargs: checkpoint_step(args[0], mean_square, *args[1:], **kwargs)):
         with pytest.raises(ValueError, match="budget=None is no budget"):
             plan(_model(), X, budget=None)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from planned_models import mean_square
 from strategy_contract import large_graphs
 from torch import nn
 
@@ -38,7 +39,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="module")
 def graph():
-    return capture(layers(), (X,), step=lambda model, x: model(x).square().mean()).graph
+    return capture(layers(), (X,), step=mean_square).graph
 
 
 def test_a_plan_is_found_again(folder, graph, monkeypatch):
@@ -69,7 +70,7 @@ def test_a_schedule_of_another_graph_or_beyond_the_budget_is_not_taken(folder, g
     plain = Schedule.plain(graph)
     store_plan(graph, "none", 10**9, plain)
     (path,) = folder.iterdir()
-    other = capture(layers(2), (X,), step=lambda model, x: model(x).square().mean()).graph
+    other = capture(layers(2), (X,), step=mean_square).graph
     path.write_text(Schedule.plain(other).to_json())
     assert stored(graph, "none", 10**9) is None
     path.write_text(Schedule(plain.steps[:-3], plain.graph).to_json())

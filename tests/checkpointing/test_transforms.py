@@ -1,13 +1,13 @@
-"""Planned models under torch.func and forward-mode differentiation: they run as they were written."""
+"""Planned models in several threads; under transforms and other compilers they run as they were written."""
 
 import copy
+import threading
 
 import pytest
 import torch
+from planned_models import assert_same_gradients, planned, planned_and_plain, planned_runs
 from torch import nn
 from torch.autograd import forward_ad
-
-from rmm_linear.checkpointing import checkpoint_model
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -15,10 +15,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(scope="module")
 def models():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    plain = copy.deepcopy(model)
-    checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
-    return model, plain
+    return planned_and_plain(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), X)
 
 
 def tangent(model):
@@ -32,22 +29,24 @@ WAYS = {
     "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
     "jacrev": lambda model: torch.func.jacrev(model)(X),
     "vmap": lambda model: torch.func.vmap(model)(X[None]),
+    "compiled around": lambda model: torch.compile(lambda x: model(x) * 2, backend="eager", fullgraph=True)(X),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_transforms_see_the_model_as_it_was_written(models, way):
     model, plain = models
+    before = planned_runs(model)
     assert torch.equal(WAYS[way](model), WAYS[way](plain))
-    planned = model._compiled_call_impl.planned_runs
+    assert planned_runs(model) == before
     assert torch.equal(model(X), plain(X))
-    assert model._compiled_call_impl.planned_runs == planned + 1
+    assert planned_runs(model) == before + 1
 
 
 def test_a_level_of_forward_mode_without_dual_tensors_is_no_transform():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     with forward_ad.dual_level():
-        plan = checkpoint_model(model, X, budget="100%", strategy="chen2016_sqrt")
+        (plan,) = planned(model, X)._compiled_call_impl.plans
     assert plan.graph.forward_count < len(plan.graph.ops)
 
 
@@ -58,3 +57,41 @@ def test_gradients_that_are_mapped_over_are_right_or_refused(models):
         (jacobian,) = torch.autograd.grad(y, model[0].weight, torch.eye(4), is_grads_batched=True)
         jacobians.append(jacobian)
     torch.testing.assert_close(*jacobians)
+
+
+def test_threads_train_planned_copies_at_once():
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    models, failures, start = [copy.deepcopy(plain) for _ in range(2)], [], threading.Barrier(2)
+    plain(X).sum().backward()
+
+    def train(model):
+        try:
+            start.wait(20)
+            planned(model, X)
+            for _ in range(3):
+                model.zero_grad()
+                model(X).sum().backward()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    for model in models:
+        assert planned_runs(model) == 3
+        assert_same_gradients(model, plain)
+
+
+def test_a_trace_in_another_thread_is_waited_for(monkeypatch):
+    # torch keeps one flag for the traces of all threads
+    if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
+        pytest.skip("torch 2.15 has no flag that all threads share")
+    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    model, plain = planned_and_plain(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), X)
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    assert planned_runs(model) == 1
+    assert_same_gradients(model, plain)

@@ -16,6 +16,7 @@ from rmm_linear.compiler.backend import Options, rmm_linear
 from rmm_linear.errors import MissingCompilerError
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule
+from tests.checkpointing.measured_peak import MeasuredPeak
 
 ROWS, WIDTH = 256, 32
 
@@ -47,20 +48,6 @@ def gradients(model, step, x, seed=3):
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def profiled_peak(run):
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events)), result
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="module")
 def x():
     torch.manual_seed(1)
@@ -79,11 +66,12 @@ def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_b
         torch.testing.assert_close(gradients(model, step, x), expected, rtol=1e-4, atol=1e-7)
         (plan,) = plans(model)
         model.zero_grad()
-        peak, _ = profiled_peak(lambda: step(x).square().mean().backward())  # noqa: B023
+        with MeasuredPeak() as measured:
+            step(x).square().mean().backward()
         # the caller's own ops after the model: square, mean and their gradients
         outside = 4 * (3 * ROWS + 4)
         assert plan.measured_peak_bytes <= plan.budget_bytes
-        assert plan.measured_peak_bytes <= peak <= plan.measured_peak_bytes + outside
+        assert plan.measured_peak_bytes <= measured.peak <= plan.measured_peak_bytes + outside
         peaks.append(plan.measured_peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
 
@@ -93,28 +81,21 @@ def test_dropout_draws_the_numbers_of_torch_compile_once(x):
     expected = gradients(compiled := mlp(4, p=0.5), torch.compile(compiled), x)
     model = mlp(4, p=0.5)
     torch.testing.assert_close(gradients(model, planned(model, "70%"), x), expected, rtol=1e-4, atol=1e-7)
-    assert any(count > 1 for count in _times(plans(model)[0])), "no op is computed twice: the test shows nothing"
-
-
-def _times(plan):
-    return [plan.schedule.order.count(index) for index in range(len(plan.graph.ops))]
+    order = plans(model)[0].schedule.order
+    assert len(order) > len(set(order)), "no op is computed twice: the test shows nothing"
 
 
 # op by op, Inductor's ops take what they would not if they were fused
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
-def test_no_random_op_is_in_a_backward_graph(x, monkeypatch):
-    graphs = {}
-
-    def compile_nothing(module, examples, key, *, is_backward, reads_codes):
-        graphs[is_backward] = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-        return lambda arguments: module(*arguments)
-
-    monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
+def test_no_random_op_is_in_a_backward_graph(x, uncompiled_graphs):
     model = convert_linears(mlp(p=0.5), ratio=0.5)
     planned(model, "80%")(x).square().mean().backward()
-    drawn = [name for name in graphs[False] if "inductor_seeds" in name or "draw_seed" in name]
-    assert len(drawn) == 1 + 5, "one vector of seeds for dropout, and a seed for each of five sketches"
-    assert not [name for name in graphs[True] if "inductor_seeds" in name or "draw_seed" in name]
+    drawn = {False: 0, True: 0}
+    for graph, is_backward in uncompiled_graphs:
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        drawn[is_backward] = sum("inductor_seeds" in name or "draw_seed" in name for name in names)
+    # one vector of seeds for dropout, and a seed for each of five sketches
+    assert drawn == {False: 1 + 5, True: 0}
 
 
 @pytest.mark.slow
@@ -133,29 +114,18 @@ def test_sketched_gradients_are_unbiased_for_each_parameter(x):
 
 
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
-def test_what_autocast_leaves_in_float32_is_computed_in_float32(monkeypatch):
+def test_what_autocast_leaves_in_float32_is_computed_in_float32(uncompiled_graphs):
     """On a CPU, attention with dropout multiplies in float32, whatever autocast makes of its inputs."""
 
     class Attention(nn.Module):
         def forward(self, x):
             return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
-    dtypes = []
-
-    def compile_nothing(module, examples, key, *, is_backward, reads_codes):
-        products = module.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
-        dtypes.extend(node.meta["val"].dtype for node in products)
-        return lambda arguments: module(*arguments)
-
-    monkeypatch.setattr(inductor_program, "compile_by_inductor", compile_nothing)
     with torch.autocast("cpu", torch.bfloat16):
         loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), "100%")(torch.randn(4, 64, WIDTH)).sum()
     loss.backward()
-    assert set(dtypes) == {torch.float32}
-
-
-def uncompiled_graph(module, *_, **__):
-    return lambda arguments: module(*arguments)
+    products = (each.find_nodes(op="call_function", target=torch.ops.aten.bmm.default) for each, _ in uncompiled_graphs)
+    assert {node.meta["val"].dtype for nodes in products for node in nodes} == {torch.float32}
 
 
 def uncompiled(model):
@@ -206,15 +176,21 @@ def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):
         planned(nn.Linear(WIDTH, 1), "100%")(x)
 
 
-def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch):
-    tries, compile_program = [], inductor_program.compiled_program
+@pytest.fixture
+def tries(monkeypatch):
+    """Of each compiled program its order, its limit, and whether fused loops were expected."""
+    found, compile_program = [], inductor_program.compiled_program
 
-    def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
-        tries.append((schedule.order, limit_bytes, expects_fusion))
+    def compiled_program(capture, schedule, limit_bytes, *, expects_fusion=True):
+        found.append((schedule.order, limit_bytes, expects_fusion))
         return compile_program(capture, schedule, limit_bytes, expects_fusion=expects_fusion)
 
     monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
-    monkeypatch.setattr(inductor_program, "compile_by_inductor", uncompiled_graph)
+    return found
+
+
+@pytest.mark.usefixtures("uncompiled_graphs")
+def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monkeypatch, tries):
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda capture, *_: budget + excess)
     model, budget, excess = mlp(), 3 * 2**18, 2**16
     with pytest.warns(UserWarning, match="its budget is"):
@@ -244,14 +220,10 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch, is_compiled):
-    measured, limits = [], []
-    measure, compile_program = inductor_program.measured_peak_bytes, inductor_program.compiled_program
-    monkeypatch.setattr(
-        inductor_program, "compiled_program", lambda *args: limits.append(args[2]) or compile_program(*args)
-    )
+def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(request, monkeypatch, tries, is_compiled):
+    measured, measure = [], inductor_program.measured_peak_bytes
     if not is_compiled:
-        monkeypatch.setattr(inductor_program, "compile_by_inductor", uncompiled_graph)
+        request.getfixturevalue("uncompiled_graphs")
         peaks = [2**10, 2**30]
 
         def measure(*_):
@@ -265,7 +237,7 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(monkeypatch, is_
     gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": {"norm": 8}}), x)
     (plan,) = plans(model)
     free, in_windows = measured
-    assert limits == [sys.maxsize, plan.peak_bytes]
+    assert [limit for _, limit, _ in tries] == [sys.maxsize, plan.peak_bytes]
     assert free > 1.5 * plan.peak_bytes
     assert in_windows <= 1.05 * plan.peak_bytes
     assert plan.measured_peak_bytes == in_windows
@@ -288,26 +260,26 @@ class OverRowsAndColumns(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_budget_is_kept_where_loops_are_not_fused(monkeypatch):
-    tries, compile_program = [], inductor_program.compiled_program
-
-    def compiled_program(capture, schedule, limit_bytes, *, expects_fusion):
-        tries.append((schedule.order, expects_fusion))
-        return compile_program(capture, schedule, limit_bytes, expects_fusion=expects_fusion)
-
-    monkeypatch.setattr(inductor_program, "compiled_program", compiled_program)
+def test_a_budget_is_kept_where_loops_are_not_fused(tries):
     torch.manual_seed(0)
     model = nn.Sequential(OverRowsAndColumns(), OverRowsAndColumns(), nn.Linear(WIDTH, 1))
     gradients(model, planned(model, "70%"), torch.randn(4 * ROWS, WIDTH))
     (plan,) = plans(model)
     # the same plan is compiled a second time
-    assert tries == [(plan.schedule.order, True), (plan.schedule.order, False)]
+    order = plan.schedule.order
+    assert [(each, expects_fusion) for each, _, expects_fusion in tries] == [(order, True), (order, False)]
     assert plan.measured_peak_bytes <= plan.budget_bytes
 
 
+def chain_of(count, *, is_backward=False, **roles):
+    """Each op reads what the one before it writes, and writes 10 bytes."""
+    reads = [(), *((place,) for place in range(count - 1))]
+    ops = (Op(str(place), 1.0, reads[place], (place,), is_backward=is_backward) for place in range(count))
+    return Graph(tuple(ops), tuple(Storage(str(place), 10) for place in range(count)), outputs=(count - 1,), **roles)
+
+
 def test_windows_hold_all_that_their_ops_write_and_loops_do_not_pass_on():
-    ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,)) for place in range(5)]
-    graph = Graph(tuple(ops), tuple(Storage(str(place), 10) for place in range(5)), outputs=(4,))
+    graph = chain_of(5)
 
     def windows(limit_bytes, cut, loops):
         are_loops = [place in loops for place in range(5)]
@@ -328,13 +300,11 @@ def test_windows_hold_all_that_their_ops_write_and_loops_do_not_pass_on():
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_what_a_graph_returns_is_written_whatever_reads_it(is_backward):
-    ops = [Op(str(place), 1.0, (place - 1,) if place else (), (place,), is_backward=is_backward) for place in range(3)]
-    storages = tuple(Storage(str(place), 10) for place in range(3))
     cut = 0 if is_backward else 3
     # a gradient is freed once it is handed over, and new contents of a buffer at the end of the forward pass
     role = "gradients" if is_backward else "results"
     for returned, expected in (((), [1, 1, 1]), ((1,), [1, 1, 2])):
-        graph = Graph(tuple(ops), storages, outputs=(2,), **{role: returned})
+        graph = chain_of(3, is_backward=is_backward, **{role: returned})
         found = inductor_program.windows_of(graph, Schedule.plain(graph), cut, 10, [True] * 3, expects_fusion=True)
         assert found == expected
 

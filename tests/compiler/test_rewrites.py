@@ -6,11 +6,12 @@ over the sum of |error|^2 is 1 in the mean if errors are unbiased, and n beta^2 
 
 import copy
 import math
+from functools import partial
 
 import draws as draws_of_gradients
 import pytest
 import torch
-from draws import gradients, keys_of_one
+from draws import Of, Weighted, gradients, keys_of_one, squared_errors
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,9 +48,8 @@ class RMS(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class NewGelu(nn.Module):
-    def forward(self, x):
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+def new_gelu(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class Gated(nn.Module):
@@ -95,6 +95,11 @@ def compiled(model, executor="exact", **options):
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, **options})
 
 
+def plan_of(model, x, **options):
+    compiled(model, **options)(x).backward()
+    return plans(model)[-1]
+
+
 def judge(model, x, draws, **options):
     return draws_of_gradients.judge(model, compiled(model, **options), x, draws), plans(model)[-1]
 
@@ -118,7 +123,7 @@ CASES = {
     "RMS norm of single ops": (lambda: Net(RMS()), {"norm"}),
     "GELU": (lambda: Net(nn.GELU()), {"activation"}),
     "GELU by tanh": (lambda: Net(nn.GELU(approximate="tanh")), {"activation"}),
-    "GELU of single ops": (lambda: Net(NewGelu()), {"activation"}),
+    "GELU of single ops": (lambda: Net(Of(new_gelu)), {"activation"}),
     "SiLU": (lambda: Net(nn.SiLU()), {"activation"}),
     "ReLU": (lambda: Net(nn.ReLU()), {"activation", "linear"}),
     "gated": (lambda: Net(Gated(), outer=24), {"activation", "linear"}),
@@ -154,12 +159,10 @@ def test_outputs_keep_their_bits_and_gradients_are_unbiased_for_each_parameter(n
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
-class FakeQuantised(nn.Module):
+def fake_quantised(x):
     """A cast to integers, whose gradient is that of the identity."""
-
-    def forward(self, x):
-        y = functional.silu(x)
-        return y + ((2 * y).to(torch.int32).to(torch.float32) / 2 - y).detach()
+    y = functional.silu(x)
+    return y + ((2 * y).to(torch.int32).to(torch.float32) / 2 - y).detach()
 
 
 class ConstantTimesFunction(nn.Module):
@@ -186,22 +189,18 @@ class OneForBoth(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, WIDTH)
 
 
-class RMSOfRMS(nn.Module):
+def rms_of_rms(x):
     """The output of the first norm is the input of the second one."""
-
-    def forward(self, x):
-        for epsilon in (0.01, 1.0):
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-        return x
+    for epsilon in (0.01, 1.0):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return x
 
 
-class ScaledRMS(nn.Module):
+def scaled_rms(x):
     """The norm's scale has a gradient through the negative input."""
-
-    def forward(self, x):
-        x = x.unflatten(1, (8, 2))
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
-        return (2 * (x * scale.detach()) + (-x) * scale).flatten(1)
+    x = x.unflatten(1, (8, 2))
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1.0)
+    return (2 * (x * scale.detach()) + (-x) * scale).flatten(1)
 
 
 class SigmoidGate(nn.Module):
@@ -217,35 +216,60 @@ class SigmoidGate(nn.Module):
         return x * torch.sigmoid(self.gate(x))
 
 
-class CutSilu(nn.Module):
+def cut_silu():
     """A function that bends far away from zero."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        linear.weight *= 40
+    return nn.Sequential(linear, Of(lambda x: functional.silu(x).clamp(max=41)))
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.linear.weight *= 40
 
-    def forward(self, x):
-        return functional.silu(self.linear(x)).clamp(max=41)
+def with_outliers(body):
+    x = torch.randn(ROWS, WIDTH)
+    x[::50] *= 30
+    return Net(body, 2.0), x
+
+
+def small_beside_outliers():
+    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
+    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
+    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
+
+    class Masked(Net):
+        def forward(self, x):
+            return (weight * self.after(self.body(self.before(x)))).sum()
+
+    model = Masked(nn.GELU())
+    with torch.no_grad():
+        model.before.bias.zero_()
+    return model, x
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("body", "bits"),
+    ("body", "bits", "draws"),
     [
-        (FakeQuantised, 8),
-        pytest.param(ConstantTimesFunction, 4, marks=pytest.mark.slow),
-        pytest.param(OneForBoth, 4, marks=pytest.mark.slow),
-        (RMSOfRMS, 4),
-        pytest.param(ScaledRMS, 4, marks=pytest.mark.slow),
-        pytest.param(SigmoidGate, 4, marks=pytest.mark.slow),
-        (CutSilu, 8),
+        (lambda: Of(fake_quantised), 8, 150),
+        slow(ConstantTimesFunction, 4, 150),
+        slow(OneForBoth, 4, 150),
+        (lambda: Of(rms_of_rms), 4, 150),
+        slow(lambda: Of(scaled_rms), 4, 150),
+        slow(SigmoidGate, 4, 150),
+        (cut_silu, 8, 150),
+        (small_beside_outliers, 4, 400),
+        slow(small_beside_outliers, 8, 400),
+        slow(lambda: with_outliers(nn.LayerNorm(WIDTH)), 4, 200),
+        slow(lambda: with_outliers(nn.GELU()), 4, 200),
     ],
     ids=lambda given: getattr(given, "__name__", given),
 )
-def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits):
+def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits, draws):
     torch.manual_seed(0)
-    result, plan = judge(Net(body(), 5.0), torch.randn(ROWS, WIDTH), 150, bits=bits)
+    made = body()
+    model, x = made if isinstance(made, tuple) else (Net(made, 5.0), torch.randn(ROWS, WIDTH))
+    result, plan = judge(model, x, draws, bits=bits)
     assert plan.coding.coded
     assert is_unbiased(result, named_bias(plan, bits)), result
 
@@ -254,12 +278,12 @@ def test_scores_of_attention_are_said_to_be_biased():
     for bits, number in ((4, 4), (8, 4)):
         torch.manual_seed(0)
         model = Net(Attention())
-        compiled(model, bits={"attention": bits})(torch.randn(ROWS, WIDTH)).backward()
-        coding = plans(model)[-1].coding
+        plan = plan_of(model, torch.randn(ROWS, WIDTH), bits={"attention": bits})
+        coding = plan.coding
         assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
         assert sum(tensor.bias is None for tensor in coding.coded) == 2
         assert coding.freed_bytes == number * 4 * ROWS * WIDTH
-        assert "no bound is known" in str(plans(model)[-1])
+        assert "no bound is known" in str(plan)
 
 
 def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_numbers():
@@ -288,49 +312,13 @@ def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_num
 
 
 def test_rounding_to_float8_is_part_of_the_function_and_no_alias():
-    class Rounded(nn.Module):
-        def forward(self, x):
-            return functional.gelu(x).to(torch.float8_e4m3fn).to(x.dtype)
-
     torch.manual_seed(0)
-    model, x = Net(Rounded()), 0.003 * torch.randn(ROWS, WIDTH)
+    rounded = Of(lambda x: functional.gelu(x).to(torch.float8_e4m3fn).to(x.dtype))
+    model, x = Net(rounded), 0.003 * torch.randn(ROWS, WIDTH)
     with torch.no_grad():
         model.before.bias.fill_(0.003)
     result, _ = judge(model, x, 100, bits=8)
     assert is_unbiased(result), result
-
-
-def small_beside_outliers():
-    """A GELU of small inputs, and of an outlier in each group of rows, which sets the steps and has no gradient."""
-    x, weight = 0.3 * torch.randn(ROWS, WIDTH), torch.rand(ROWS, 3)
-    x[::128], weight[::128] = 60 * torch.randn(2, WIDTH), 0
-
-    class Masked(Net):
-        def forward(self, x):
-            return (weight * self.after(self.body(self.before(x)))).sum()
-
-    model = Masked(nn.GELU())
-    with torch.no_grad():
-        model.before.bias.zero_()
-    return model, x
-
-
-@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.slow), 4])
-def test_small_inputs_beside_an_outlier_are_read_without_bias(bits):
-    torch.manual_seed(0)
-    model, x = small_beside_outliers()
-    result, plan = judge(model, x, 400, bits=bits)
-    assert is_unbiased(result, named_bias(plan, bits)), result
-
-
-@pytest.mark.slow
-def test_outliers_keep_norms_and_activations_unbiased():
-    torch.manual_seed(0)
-    x = torch.randn(ROWS, WIDTH)
-    x[::50] *= 30
-    for body in (nn.LayerNorm(WIDTH), nn.GELU()):
-        result, plan = judge(Net(body, 2.0), x, 200, bits=4)
-        assert is_unbiased(result, max(tensor.bias for tensor in plan.coding.coded)), result
 
 
 def test_a_weight_gradient_has_the_variance_of_the_closed_form():
@@ -342,20 +330,10 @@ def test_a_weight_gradient_has_the_variance_of_the_closed_form():
     variance = (steps**2 / 12).expand(2, 128, WIDTH).reshape(ROWS, WIDTH)
     expected = float((weights.square().sum(1, keepdim=True) * variance).sum())
 
-    class Weighted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return (self.model(x) * weights).sum()
-
-    whole = Weighted()
-    exact = gradients(whole, whole, x)["model.1.weight"]
-    run = compiled(whole, bits=4)
-    errors = [float(((gradients(whole, run, x)["model.1.weight"] - exact) ** 2).sum()) for _ in range(500)]
+    whole = Weighted(model, weights)
+    squares = squared_errors(whole, compiled(whole, bits=4), x, 500, "model.1.weight")
     # 48 numbers, whose squares' mean deviates by sqrt(2 / 48 / 500) = 0.9 %
-    assert sum(errors) / len(errors) == pytest.approx(expected, rel=0.03)
+    assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
 
 
 class Same(nn.Module):
@@ -370,12 +348,10 @@ class Same(nn.Module):
         return self.first(x) * self.second(x)
 
 
-class Twice(nn.Module):
+def twice(x):
     """The gradient of the second factor reads x, and goes on to a product with x."""
-
-    def forward(self, x):
-        pairs = x.unflatten(1, (8, 2))
-        return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
+    pairs = x.unflatten(1, (8, 2))
+    return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
 
 
 def _keys_of_one_seed(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
@@ -407,7 +383,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         draws = 100
         monkeypatch.setattr(rewrites, "_keys", _keys_of_one_seed)
     else:
-        model, draws = Net(Twice()), 1500
+        model, draws = Net(Of(twice)), 1500
         assert is_unbiased(judge(model, x, 300, bits=4)[0])
         monkeypatch.setattr(choice.Choice, "_dependent_reads", lambda self: ())
     result, plan = judge(model, x, draws, bits=4)
@@ -415,16 +391,11 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
     assert not is_unbiased(result, 2.5e-3 if mutant == "smoothing" else 0.0), result
 
 
-class Strange(nn.Module):
-    def forward(self, x):
-        return x.cumprod(1)
-
-
 @pytest.mark.parametrize(
     "body",
     [
         nn.Sequential(nn.Unflatten(1, (4, 4)), nn.LayerNorm((4, 4)), nn.Flatten()),
-        Strange(),
+        Of(lambda x: x.cumprod(1)),
         nn.Sequential(nn.Unflatten(0, (4, 64)), nn.Unflatten(2, (1, 16)), nn.Conv2d(64, 64, 1), nn.Flatten(0, 2)),
     ],
     ids=["norm over two dimensions", "unknown op", "convolution"],
@@ -482,14 +453,11 @@ def test_relu_keeps_a_bit_an_element_and_its_gradient_is_exact(dtype, executor):
 def test_the_result_of_relu_is_freed_by_its_mask_and_the_code_of_a_linear_layers_input(p):
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.ReLU(), *([nn.Dropout(p)] if p else []))), torch.randn(ROWS, WIDTH)
-    compiled(model, bits=8)(x).backward()
-    freed = {memory.name: memory.codes for memory in plans(model)[-1].coding.freed}
+    freed = {memory.name: memory.codes for memory in plan_of(model, x, bits=8).coding.freed}
     assert freed["relu"] == (("mask of relu",) if p else ("mask of relu", "relu"))
     for alone in ("activation", "linear"):
-        compiled(model, bits={alone: 8})(x).backward()
-        assert ("relu" in {memory.name for memory in plans(model)[-1].coding.freed}) == (
-            p > 0 and alone == "activation"
-        )
+        freed = {memory.name for memory in plan_of(model, x, bits={alone: 8}).coding.freed}
+        assert ("relu" in freed) == (p > 0 and alone == "activation")
 
 
 def test_few_rows_and_float64_stay_exact():
@@ -574,16 +542,9 @@ def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
 
 
 def test_results_that_are_equal_casts_are_tensors_of_their_own():
-    class Doubled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            y = self.linear(x)
-            return y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()
-
-    first, second, _ = compiled(Doubled(), "inductor", bits=8)(torch.randn(ROWS, WIDTH))
+    doubled = Of(lambda y: (y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubled)
+    first, second, _ = compiled(model, "inductor", bits=8)(torch.randn(ROWS, WIDTH))
     before = second.clone()
     with torch.no_grad():
         first.mul_(2)
@@ -641,19 +602,12 @@ def test_what_attention_reads_lies_as_its_forward_op_wrote_it():
         assert read.target.is_view, read.target
 
 
-class TransposedDropout(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before, self.norm, self.after = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.after(functional.dropout(self.norm(self.before(x)).transpose(0, 1), 0.1)).square().mean()
-
-
 def test_a_mask_of_dropout_that_lies_transposed_is_coded():
     """Op by op, as in eager mode, a mask lies as the tensor that it drops from."""
     torch.manual_seed(0)
-    model, x = TransposedDropout(), torch.randn(64, 32, 64)
+    transposed = Of(lambda x: functional.dropout(x.transpose(0, 1), 0.1))
+    layers = nn.Linear(64, 64), nn.LayerNorm(64), transposed, nn.Linear(64, 64), Of(lambda x: x.square().mean())
+    model, x = nn.Sequential(*layers), torch.randn(64, 32, 64)
 
     def step(kind):
         # each of them draws one seed: the masks are the same
@@ -713,8 +667,7 @@ def test_bits_that_are_none_are_refused():
 def test_a_plan_tells_the_bytes_of_its_codes():
     torch.manual_seed(0)
     model, x = Net(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU())), torch.randn(200, WIDTH)
-    compiled(model, bits={"norm": 8, "activation": 4})(x).backward()
-    (plan,) = plans(model)
+    plan = plan_of(model, x, bits={"norm": 8, "activation": 4})
     kept = plan.planned.forward_bytes
     # the norm's statistic of 200 rows, the keys of two codes, the loss, what is squared, and what GELU returns
     assert kept == plan.coding.code_bytes + 200 * 4 + 2 * 8 + 4 + 200 * 3 * 4
@@ -737,10 +690,9 @@ class SumOfNorms(nn.Module):
 
 def test_a_statistic_whose_exact_value_is_kept_has_no_code():
     torch.manual_seed(0)
-    model = Net(RMSOfRMS())
-    compiled(model, bits=8)(torch.randn(ROWS, WIDTH)).backward()
+    plan = plan_of(Net(Of(rms_of_rms)), torch.randn(ROWS, WIDTH), bits=8)
     # the first norm's; the second norm's output is read from it, and from its own scale
-    assert [tensor.kind for tensor in plans(model)[-1].coding.coded] == ["norm"]
+    assert [tensor.kind for tensor in plan.coding.coded] == ["norm"]
 
 
 class OfGradient(nn.Module):
@@ -804,23 +756,17 @@ class OfNoisyGradients(nn.Module):
 @pytest.mark.slow
 def test_a_plan_names_ops_that_bend_noisy_gradients():
     torch.manual_seed(0)
-    model, x = Net(OfNoisyGradients(BENDING | LINEAR)), torch.randn(ROWS, WIDTH)
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
+    x = torch.randn(ROWS, WIDTH)
+    plan = plan_of(Net(OfNoisyGradients(BENDING | LINEAR)), x, bits=8)
     assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(BENDING)
     told = "gradients behind ops that are not linear in them are biased"
     assert f"{told}: aten.sort.default of body.gradients.sort; " in str(plan)
     # where no noise arrives
-    model = Net(nn.Sequential(nn.GELU(), *(OfGradient(function) for function in BENDING.values())))
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
-    assert plan.coding.coded
-    assert told not in str(plan)
-    model = Net(nn.Sequential(*(OfGradient(function) for function in BENDING.values()), nn.ReLU()))
-    compiled(model, bits=8)(x).backward()
-    (plan,) = plans(model)
-    assert {tensor.bits for tensor in plan.coding.coded} == {1, 8}
-    assert told not in str(plan)
+    bending = [OfGradient(function) for function in BENDING.values()]
+    for body, bits in ((nn.Sequential(nn.GELU(), *bending), {8}), (nn.Sequential(*bending, nn.ReLU()), {1, 8})):
+        plan = plan_of(Net(body), x, bits=8)
+        assert {tensor.bits for tensor in plan.coding.coded} == bits
+        assert told not in str(plan)
 
 
 class Images(nn.Module):
@@ -848,19 +794,16 @@ def test_columns_of_channels_last_images_are_channels_and_those_of_heads_all_hea
 
 def test_memory_that_two_codes_serve_is_freed_once():
     # the sum takes 2 bytes an element, a code 1.03: the sum has a code, not the norms
-    model = SumOfNorms().to(torch.bfloat16)
-    compiled(model, bits={"norm": 8, "linear": 8})(torch.randn(ROWS, 128, dtype=torch.bfloat16)).backward()
-    (plan,) = plans(model)
+    model, x = SumOfNorms().to(torch.bfloat16), torch.randn(ROWS, 128, dtype=torch.bfloat16)
+    plan = plan_of(model, x, bits={"norm": 8, "linear": 8})
     assert [tensor.kind for tensor in plan.coding.coded] == ["linear"]
     # a code frees both factors and the product, for gate, up and the linear layer behind them
     model, x = Net(Gated(), outer=24), torch.randn(ROWS, WIDTH)
-    kept = []
-    for options in ({"budget": "100%"}, {"bits": 8}):
-        compiled(model, **options)(x).backward()
-        kept.append(plans(model)[-1].plain.forward_bytes)
-    coding = plans(model)[-1].coding
+    exact, coded = plan_of(model, x, budget="100%"), plan_of(model, x, bits=8)
+    coding = coded.coding
+    freed = coding.freed_bytes - coding.code_bytes
     # the keys are kept beside the codes
-    assert kept[0] - kept[1] == coding.freed_bytes - coding.code_bytes - 8 * len(coding.coded)
+    assert exact.plain.forward_bytes - coded.plain.forward_bytes == freed - 8 * len(coding.coded)
 
 
 def test_shapes_may_change_and_a_budget_comes_on_top():

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from draws import gradients, judge, keys_of_one
+from draws import Of, Weighted, gradients, judge, keys_of_one, squared_errors
 from torch import nn
 from torch.nn import functional
 
@@ -31,13 +31,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x):
         return torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(x.shape)
-
-
-class Sin(nn.Module):
-    """Keeps its input; tanh keeps its result. Both have no mean, which would be most of a gradient's noise."""
-
-    def forward(self, x):
-        return x.sin()
 
 
 class Queries(nn.Module):
@@ -66,16 +59,8 @@ class Net(nn.Module):
         return self.last(self.norm(y).tanh()).square().sum()
 
 
-class Weighted(nn.Module):
-    """A function that is linear in a model's results: gradients of the last layer depend on nothing that is drawn."""
-
-    def __init__(self, model, rows=ROWS):
-        super().__init__()
-        self.model = model
-        self.register_buffer("weights", torch.randn(rows, WIDTH))
-
-    def forward(self, x):
-        return (self.model(x) * self.weights).sum()
+def weighted(model, rows=ROWS):
+    return Weighted(model, torch.randn(rows, WIDTH))
 
 
 BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": Conv1D, "queries": Queries}
@@ -104,48 +89,30 @@ QUICK = {("x^T g", None), ("queries", 8)}
 
 
 @pytest.mark.parametrize(
-    ("body", "rows", "bits"),
+    ("executor", "body", "rows", "bits"),
     [
-        pytest.param(body, rows, bits, marks=() if (body, bits) in QUICK else pytest.mark.slow)
-        for body, rows in zip(BODIES, SIZES, strict=True)
+        pytest.param(*case, bits, marks=() if case[0] == "exact" and (case[1], bits) in QUICK else pytest.mark.slow)
+        for case in (*zip(["exact"] * 3, BODIES, SIZES, strict=True), ("inductor", "queries", 333))
         for bits in (None, 8)
     ],
 )
-def test_gradients_are_unbiased_for_each_parameter(body, rows, bits):
+def test_gradients_are_unbiased_for_each_parameter(executor, body, rows, bits):
     model = Net(BODIES[body]())
-    result = judge(model, compiled(model, bits=bits), batch(rows), 250)
-    weights = {name for name, each in model.named_parameters() if each.dim() == 2}
-    assert set(result) >= weights
+    result = judge(model, compiled(model, executor, bits=bits), batch(rows), 250)
+    assert set(result) >= {name for name, each in model.named_parameters() if each.dim() == 2}
     assert is_unbiased(result), result
     # a bias of 1 % is four standard errors
-    assert max(error for _, error, *_ in result.values()) < 0.0025, result
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [None, 8])
-def test_gradients_of_inductor_are_unbiased_for_each_parameter(bits):
-    model = Net(Queries())
-    result = judge(model, compiled(model, "inductor", bits=bits), batch(333), 250)
-    assert is_unbiased(result), result
     assert max(error for _, error, *_ in result.values()) < 0.0025, result
 
 
 @pytest.mark.parametrize("body", BODIES)
 def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
     model, x = Net(BODIES[body]()), batch(333).requires_grad_()
-    loss = model(x)
-    exact = gradients(model, model, x) | {"x": x.grad.double()}
-    x.grad = None
-    run = compiled(model)
-    assert run(x).equal(loss)
-    found = gradients(model, run, x) | {"x": x.grad.double()}
+    exact, run = gradients(model, model, x), compiled(model)
+    assert run(x).equal(model(x))
+    found = gradients(model, run, x)
     weights = {name for name, each in model.named_parameters() if each.dim() == 2}
     assert {name for name in exact if not found[name].equal(exact[name])} == weights
-
-
-def squared_errors(model, x, draws, name):
-    exact, run = gradients(model, model, x)[name], compiled(model)
-    return torch.stack([(gradients(model, run, x)[name] - exact).square().sum() for _ in range(draws)])
 
 
 # each kind, and the other pairs on demand
@@ -159,9 +126,11 @@ def squared_errors(model, x, draws, name):
 )
 def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
     layer, x = nn.Linear(WIDTH, WIDTH), batch(rows)
-    model = Weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sin() if is_kept else nn.Tanh(), layer), rows)
+    # sin keeps its input; tanh keeps its result. Both have no mean, which would be most of a gradient's noise
+    function = Of(torch.sin) if is_kept else nn.Tanh()
+    model = weighted(nn.Sequential(nn.Linear(WIDTH, WIDTH), function, layer), rows)
     expected = float(Hadamard(RATIO).variance(model.model[:2](x).detach(), model.weights))
-    squares = squared_errors(model, x, 200, "model.2.weight")
+    squares = squared_errors(model, compiled(model), x, 200, "model.2.weight")
     assert [each.is_kept for each in coding_of(model).sketched] == [is_kept, False]
     assert squares.std() / 200**0.5 < 0.006 * expected
     assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
@@ -229,7 +198,7 @@ def test_one_draw_in_the_forward_pass_governs_all_sketches_and_codes(executor):
 
 def test_kept_inputs_shrink_by_the_ratio():
     model, x = nn.Sequential(*[each for _ in range(3) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())]), batch()
-    model = Weighted(nn.Sequential(*model, nn.Linear(WIDTH, WIDTH)))
+    model = weighted(nn.Sequential(*model, nn.Linear(WIDTH, WIDTH)))
     kept = {}
     for ratio in (RATIO, 0.25):
         compiled(model, sketch=ratio)(x).backward()
@@ -279,52 +248,45 @@ class Scores(nn.Module):
         return ((x * self.weight) @ x.t() / WIDTH).softmax(-1) @ x
 
 
-@pytest.mark.parametrize("body", [Scaled, Scores, lambda: nn.Linear(WIDTH, 8)], ids=["scaled", "scores", "narrow"])
-def test_other_products_stay_exact(body):
-    class Exact(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = body()
+class Learned(nn.Module):
+    """The input of its linear layer is a parameter."""
 
-        def forward(self, x):
-            return self.body(x).square().sum()
+    def __init__(self):
+        super().__init__()
+        self.queries, self.weight = (nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in range(2))
 
-    model, x = Exact(), batch().requires_grad_()
-    exact = gradients(model, model, x) | {"x": x.grad.double()}
-    x.grad = None
-    run = compiled(model)
-    found = gradients(model, run, x) | {"x": x.grad.double()}
+    def forward(self, x):
+        return functional.linear(self.queries, self.weight)[:, :WIDTH] * x
+
+
+def narrow():
+    """A layer whose product takes less arithmetic than a sketch."""
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ZeroPad1d((0, WIDTH - 8)))
+
+
+@pytest.mark.parametrize(
+    ("body", "is_autocast"), [(Scaled, False), (Scores, False), (narrow, False), (Learned, False), (Learned, True)]
+)
+def test_other_products_stay_exact(body, is_autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        assert_stays_exact(weighted(body()), batch().requires_grad_())
+
+
+def assert_stays_exact(model, x):
+    exact, run = gradients(model, model, x), compiled(model)
+    found = gradients(model, run, x)
     assert not coding_of(model).sketched
     assert all(found[name].equal(exact[name]) for name in exact)
 
 
-def test_the_gradient_of_an_input_that_is_a_parameter_stays_exact():
-    class Learned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.queries, self.weight = (nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in range(2))
-
-        def forward(self, x):
-            return (functional.linear(self.queries, self.weight) * x).square().sum()
-
-    model, x = Learned(), torch.randn(ROWS, ROWS)
-    for is_autocast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            exact, run = gradients(model, model, x), compiled(model)
-            assert all(each.equal(exact[name]) for name, each in gradients(model, run, x).items())
-        assert not coding_of(model).sketched
-
-
 def test_few_rows_and_float64_stay_exact():
-    for model, x in ((Net(Queries()), batch(255)), (Net(Queries()).double(), batch().double())):
-        exact = gradients(model, model, x)
-        assert all(each.equal(exact[name]) for name, each in gradients(model, compiled(model), x).items())
-        assert not coding_of(model).sketched
+    assert_stays_exact(Net(Queries()), batch(255))
+    assert_stays_exact(Net(Queries()).double(), batch().double())
 
 
 def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     layer = nn.Linear(WIDTH, WIDTH)
-    model = Weighted(nn.Sequential(layer, nn.GELU(), layer))
+    model = weighted(nn.Sequential(layer, nn.GELU(), layer))
     result = judge(model, compiled(model), batch(), 150)
     assert [each.layers for each in coding_of(model).sketched] == [1, 1]
     assert is_unbiased(result), result
@@ -372,7 +334,7 @@ def test_casts_of_one_tensor_have_one_sketch():
 
     queries = Queries()
     queries.norm = Scale()
-    model = Weighted(queries)
+    model = weighted(queries)
     with torch.autocast("cpu", torch.bfloat16):
         gradients(model, compiled(model), batch())
     (sketch,) = coding_of(model).sketched

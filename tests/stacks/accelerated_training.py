@@ -1,7 +1,4 @@
-"""A training script as a user of accelerate writes it; `python accelerated_training.py FOLDER` runs it on two ranks.
-
-`accelerate launch --cpu accelerated_training.py FOLDER --launched` runs it on one: that is what it starts on a CPU.
-"""
+"""A training script as a user of accelerate writes it; `python accelerated_training.py FOLDER` runs it on two ranks."""
 
 import sys
 from pathlib import Path
@@ -45,8 +42,5 @@ def train(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    if "--launched" in sys.argv:
-        train(sys.argv[1])
-    else:
-        # accelerate's own launcher of several processes on a CPU
-        debug_launcher(train, args=(sys.argv[1],), num_processes=2)
+    # accelerate's own launcher of several processes on a CPU
+    debug_launcher(train, args=(sys.argv[1],), num_processes=2)

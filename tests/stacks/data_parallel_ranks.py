@@ -5,9 +5,11 @@ takes the mean: what the ranks compute together must be equal to it.
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import convert_linears
 from rmm_linear import ops as operators
-from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.convert import why_not
+from tests.checkpointing.planned_models import Ops, planned_runs
+from tests.checkpointing.planned_models import planned as planned_for
 
 RANKS, STEPS, MICRO_STEPS = 2, 2, 2
 IMPORTED_ONCE = [
@@ -213,54 +215,45 @@ COMPILED = {
 }
 
 
-class Three(nn.Module):
+def three() -> nn.Sequential:
     """One layer on all ranks alike before two that are distributed over them."""
+    torch.manual_seed(1)
+    return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in ("replicated", "first", "second")))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.replicated, self.first, self.second = (nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(self.replicated(x)))
+def told(kind: type[Exception], function: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """The message of the error that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return ""
 
 
 def tensor_parallel(rank: int) -> dict[str, object]:
     """A model of which some layers are distributed over the ranks, and the others replicated."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
-    model = parallelize_module(Three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    model = parallelize_module(three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     x = torch.randn(160, 16, generator=torch.Generator().manual_seed(0))
     found: dict[str, object] = {name: why_not(layer, model) for name, layer in model.named_children()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            convert_linears(model, config=CONFIG)
-        except ValueError as error:
-            found["error"] = str(error)
+        found["error"] = told(ValueError, convert_linears, model, config=CONFIG)
     torch.manual_seed(0)
     model(x).square().sum().backward()
     found["gradient"] = model.replicated.weight.grad.clone()
     converted = parallelize_module(
-        convert_linears(Three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        convert_linears(three(), config=CONFIG), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
     )
-    try:
-        converted(x)
-    except NotImplementedError as error:
-        found["converted before"] = str(error)
+    found["converted before"] = told(NotImplementedError, converted, x)
     return found
 
 
 def flattened(rank: int) -> dict[str, object]:
     """FSDP of old, which makes one flat parameter of all."""
-    found: dict[str, object] = {}
-    model = FullyShardedDataParallel(Three(), use_orig_params=False, device_id=torch.device("cpu"))
-    try:
-        convert_linears(model, config=CONFIG)
-    except ValueError as error:
-        found["converted after"] = str(error)
-    model = FullyShardedDataParallel(
-        convert_linears(Three(), config=CONFIG), use_orig_params=False, device_id=torch.device("cpu")
-    )
+    wrapped = partial(FullyShardedDataParallel, use_orig_params=False, device_id=torch.device("cpu"))
+    found: dict[str, object] = {"converted after": told(ValueError, convert_linears, wrapped(three()), config=CONFIG)}
+    model = wrapped(convert_linears(three(), config=CONFIG))
     x, gradients = torch.randn(160, 16, generator=torch.Generator().manual_seed(rank)), []
     for seed in (0, 0, 1):
         model.zero_grad()
@@ -271,23 +264,13 @@ def flattened(rank: int) -> dict[str, object]:
     return found
 
 
-class Ops(TorchDispatchMode):
-    """Counts what torch runs."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def planned(rank: int, budget: str | None) -> dict[str, object]:
     """A step by plan under DDP: its gradients, and the part of the backward pass that was over at each reduction."""
     torch.manual_seed(1)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
     batches = torch.randn(3, 256, 32, generator=torch.Generator().manual_seed(rank))
     if budget is not None:
-        checkpoint_model(model, batches[0], budget=budget, strategy="chen2016_sqrt")
+        planned_for(model, batches[0], budget)
     # a bucket a layer
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
     launched, ops = [], Ops()
@@ -309,7 +292,7 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
         gradients += [parameter.grad.clone() for parameter in model.parameters()]
         if number != 1:
             wrapped.zero_grad()
-    runs = 0 if budget is None else model._compiled_call_impl.planned_runs
+    runs = 0 if budget is None else planned_runs(model)
     return {"gradients": gradients, "launched": [count / ops.count for count in launched], "runs": runs}
 
 
@@ -330,7 +313,7 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
     model = nn.Sequential(Block(), Block())
     batches = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(rank))
     for block in model if by_plan else ():
-        checkpoint_model(block, batches[0].clone().requires_grad_(), budget="100%", strategy="chen2016_sqrt")
+        planned_for(block, batches[0].clone().requires_grad_())
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -340,13 +323,10 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
         losses.append(model(batch).square().mean())
         losses[-1].backward()
         optimizer.step()
-    runs = [block._compiled_call_impl.planned_runs for block in model] if by_plan else []
+    runs = list(map(planned_runs, model)) if by_plan else []
     found: dict[str, object] = {"losses": torch.stack(losses).detach(), "runs": runs}
     found["weights"] = [whole(parameter) for parameter in model.parameters()]
-    try:
-        checkpoint_model(model, batches[0], budget="100%")
-    except ValueError as error:
-        found["planned after"] = str(error)
+    found["planned after"] = told(ValueError, planned_for, model, batches[0])
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tiny_models import CONFIG, batch_of, gpt2, roberta
-from tiny_text import sentences, tokenizer
+from tiny_text import sft_trainer
 from tiny_transformers import trainer_options
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -18,25 +18,21 @@ from torch.utils.data import DataLoader
 from rmm_linear import RMMCallback
 from rmm_linear.checkpointing import checkpoint_model
 from rmm_linear.checkpointing.planned import is_planned
+from tests.checkpointing.planned_models import assert_equal, planned_runs
+from tests.checkpointing.planned_models import planned as planned_for
 
 PLAN = {"budget": "100%", "strategy": "chen2016_sqrt"}
 COMPILE = {**PLAN, "executor": "exact"}
 
 
 def planned(kind) -> nn.Module:
-    model = kind(layers=1)
-    checkpoint_model(model, batch_of(kind), **PLAN)
-    return model
+    return planned_for(kind(layers=1), batch_of(kind))
 
 
 @pytest.fixture(scope="module")
 def planned_roberta() -> nn.Module:
     """To be looked at: a plan takes a second."""
     return planned(roberta)
-
-
-def planned_runs(model: nn.Module) -> int:
-    return model._compiled_call_impl.planned_runs
 
 
 def rows_of(kind, batches: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -48,8 +44,7 @@ def rows_of(kind, batches: int = 1) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_same_training(plain: nn.Module, model: nn.Module) -> None:
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected, found)
+    assert_equal(model.parameters(), plain.parameters())
 
 
 def test_a_planned_model_keeps_its_forward(planned_roberta):
@@ -186,18 +181,8 @@ def test_steps_under_accelerate_in_bf16_run_by_plan_and_leave_autocast_off(order
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "packing": True}])
 @pytest.mark.filterwarnings("ignore:a gradient arrived at a result beside the loss", "ignore:the step checkpoints")
 def test_steps_under_trl_run_by_plan_in_the_parts_that_its_loss_leaves(tmp_path, options):
-    datasets = pytest.importorskip("datasets")
-    trl = pytest.importorskip("trl")
-
     def train(model, callbacks=()):
-        settings = trainer_options(tmp_path, max_steps=2, per_device_train_batch_size=4, max_length=32, bf16=False)
-        trl.SFTTrainer(
-            model=model,
-            args=trl.SFTConfig(**{**settings, "gradient_checkpointing": False, **options}),
-            train_dataset=datasets.Dataset.from_list([{"text": text} for text in sentences(16)]),
-            processing_class=tokenizer(),
-            callbacks=list(callbacks),
-        ).train()
+        sft_trainer(model, tmp_path, callbacks, {"per_device_train_batch_size": 4, **options}).train()
         return model
 
     plain, model = train(gpt2(layers=1)), planned(gpt2)

@@ -109,34 +109,39 @@ def test_export_in_training_mode_raises_and_in_eval_mode_is_exact(x, strict):
     assert torch.equal(exported.module()(x), network(convert=False)(x))
 
 
-def test_a_leaf_module_is_traced_as_itself(x):
+def traced_with_leaves(model: nn.Module) -> nn.Module:
     class Tracer(torch.fx.Tracer):
         def is_leaf_module(self, module, name):
             return isinstance(module, RMMLinear) or super().is_leaf_module(module, name)
 
-    model = network()
-    graph = Tracer().trace(model)
-    traced = torch.fx.GraphModule(model, graph)
-    gradients = []
-    for _ in range(2):
-        model.zero_grad()
-        traced(x).square().sum().backward()
-        gradients.append(model[0].weight.grad.clone())
-    assert not torch.equal(*gradients)
+    return torch.fx.GraphModule(model, Tracer().trace(model))
 
 
-def test_a_parametrization_after_the_conversion_is_sketched(x):
-    """The weight that is computed gets an estimate, and hands it on to what it is computed from."""
-    model = network()
-    parametrizations.weight_norm(model[0])
-    found = []
+def parametrized(model: nn.Module) -> nn.Module:
+    """The weights that are computed get estimates, and hand them on to tensors that they are computed from."""
+    for layer in (model[0], model[2]):
+        parametrizations.weight_norm(layer)
+    return model
+
+
+def hooked_by_accelerate(model: nn.Module) -> nn.Module:
+    hooks = pytest.importorskip("accelerate").hooks
+    for layer in model:
+        hooks.add_hook_to_module(layer, hooks.ModelHook())
+    return model
+
+
+@pytest.mark.parametrize("change", [traced_with_leaves, parametrized, hooked_by_accelerate])
+def test_a_converted_model_that_is_changed_has_estimates_of_its_weights_gradients(x, change):
+    model, found = change(network()), []
     for seed in (0, 0, 1):
         model.zero_grad()
         torch.manual_seed(seed)
         model(x).square().sum().backward()
-        found.append(model[0].parametrizations.weight.original1.grad.clone())
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        found.append([weight.grad.clone() for weight in model.parameters() if weight.dim() == 2 and weight.size(1) > 1])
+    assert len(found[0]) == 2
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not any(map(torch.equal, found[0], found[2]))
 
 
 def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_is_not(x):
@@ -173,7 +178,7 @@ def test_a_partitioned_weight_is_used_where_it_is_gathered_and_refused_where_it_
         bare(x)
 
 
-def test_layers_of_opacus_are_left_exact(x):
+def test_layers_of_opacus_are_left_exact_and_converted_ones_refused_in_it(x):
     opacus = pytest.importorskip("opacus")
     wrapped = opacus.GradSampleModule(network(convert=False))
     with pytest.raises(ValueError, match="Opacus needs a gradient for each sample"):
@@ -181,9 +186,6 @@ def test_layers_of_opacus_are_left_exact(x):
     wrapped(x).sum().backward()
     assert all(parameter.grad_sample.shape[0] == len(x) for parameter in wrapped.parameters())
 
-
-def test_opacus_around_a_converted_model_is_refused(x):
-    opacus = pytest.importorskip("opacus")
     wrapped = opacus.GradSampleModule(network())
     with pytest.raises(TransformError, match="per-sample gradients"):
         wrapped(x).sum().backward()

@@ -8,7 +8,7 @@ pytest.importorskip("datasets")
 
 from datasets import Dataset
 from tiny_models import CONFIG, llama, roberta, sketched_weights
-from tiny_text import sentences, tokenizer
+from tiny_text import sentences, sft_trainer, tokenizer
 from tiny_transformers import trainer_options
 from torch import nn
 
@@ -38,21 +38,12 @@ def assert_was_sketched(model: nn.Module, callback: RMMCallback, before: dict[st
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_sft_trainer(tmp_path, lora):
-    trl = pytest.importorskip("trl")
     options = {"peft_config": pytest.importorskip("peft").LoraConfig(r=4, init_lora_weights=False)} if lora else {}
     target = {"target_modules": r".*\.lora_A\.default"} if lora else {}
     callback, trained = RMMCallback(config=CONFIG, **target), {}
-    settings = {"max_steps": 2, "max_length": 32, "bf16": False, "gradient_checkpointing": False}
     for name, callbacks in (("sketched", [callback]), ("exact", [])):
         torch.manual_seed(0)
-        trainer = trl.SFTTrainer(
-            model=llama(),
-            args=trl.SFTConfig(**trainer_options(tmp_path, **settings)),
-            train_dataset=Dataset.from_list([{"text": text} for text in sentences(16)]),
-            processing_class=tokenizer(),
-            callbacks=callbacks,
-            **options,
-        )
+        trainer = sft_trainer(llama(), tmp_path, callbacks, **options)
         before = weights_of(trainer.model)
         trainer.train()
         if callbacks:

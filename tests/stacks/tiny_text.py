@@ -1,7 +1,8 @@
-"""A tokenizer of sixty words, and sentences of them: nothing is downloaded."""
+"""A tokenizer of sixty words, sentences of them, and a trainer of TRL on these: nothing is downloaded."""
 
 import pytest
 import torch
+from tiny_transformers import trainer_options
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -23,3 +24,17 @@ def sentences(number: int) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 31, (number,), generator=generator).tolist()
     return [" ".join(WORDS[i] for i in torch.randint(0, 60, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def sft_trainer(model, folder, callbacks=(), settings=(), **options):
+    """A trainer of two steps, which writes into the folder."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    fixed = {"max_steps": 2, "max_length": 32, "bf16": False, "gradient_checkpointing": False, **dict(settings)}
+    return trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**trainer_options(folder, **fixed)),
+        train_dataset=datasets.Dataset.from_list([{"text": text} for text in sentences(16)]),
+        processing_class=tokenizer(),
+        callbacks=list(callbacks),
+        **options,
+    )
