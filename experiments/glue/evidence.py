@@ -10,7 +10,7 @@ draws of dropout, in rounding, and in the versions of torch and transformers.
 A method's mean difference is the mean over tasks of its mean over seeds, without the tasks that run last with fewer
 seeds. Its standard error adds the squared errors of the tasks; the degrees of freedom follow from Satterthwaite's
 approximation, and intervals are Student's. With two to five seeds a task the intervals are approximate: they hold the
-truth in 89 to 98 % of all studies, depending on which task varies most.
+truth in 88 to 98 % of all studies, depending on which task varies most.
 
 Two one-sided t tests (5 % each) would call a method equivalent to exact for any margin above |mean| + t error: the
 table has this least margin.
