@@ -41,7 +41,8 @@ class LowBit(Sketch):
         storage: "int8", "int4" or "int2".
         group: Rows of a column that share a step and an offset.
         draws: Draws of S, with fixed seeds, over which `variance` averages the rounding's part. With 32 draws its
-            relative error is about 2 % for layers of a few dozen features, and less for wider layers.
+            relative error is about 2 % for layers of a few dozen features, and less for wider layers; rows that a
+            sketch draws rarely and that alone have a gradient may be missed.
 
     Raises:
         ValueError: If the storage is unknown, there are no draws, or `inner` is centred or low-bit itself.
