@@ -79,14 +79,15 @@ def test_a_step_that_fits_stays_exact(batch):
 
 def test_codes_are_taken_where_they_cost_less_than_computing_twice(batch):
     found = fit(_model(), batch, CODES)
-    assert found.chosen.name == "8 bits"
-    assert found.plan.planned.extra_cost == 0
+    # hardly anything is computed twice in place of a code
+    assert found.chosen.name.startswith("8 bits")
+    assert found.plan.planned.extra_cost < 0.01 * found.plan.planned.cost
     assert found.plan.peak_bytes <= found.budget_bytes == int(0.33 * found.plain_bytes)
     assert 0 < found.chosen.noise_ratio < 0.01
     # fewer bits were not tried, and computing twice takes longer
     assert {candidate.name[:6] for candidate in found.candidates} == {"8 bits", "exact"}
     assert found.least_time <= found.candidates[0].time < min(each.time for each in found.candidates[1:])
-    for part in ("8 bits: peak", "noise over minibatch noise", "codes of"):
+    for part in (f"{found.chosen.name}: peak", "noise over minibatch noise", "codes of"):
         assert part in str(found)
     card = found.card()
     for part in ("gradients: estimates", "codes of", f"add to a gradient: {found.chosen.noise_ratio:.2g} of"):
@@ -198,7 +199,7 @@ def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
 def test_the_measured_noise_is_that_of_the_steps(batch):
     """The variance over draws of the whole step, from 24 of them, is an eighth of that of the eight parts."""
     model = _model()
-    noise = fit(model, batch, CODES).chosen.noise
+    noise = fit(model, batch, CODES, allow="code").chosen.noise
     model = _model()
     step = torch.compile(model, backend=rmm_linear, options={"bits": 8, "executor": "exact"})
     draws = torch.stack([torch.cat([g.flatten() for g in _gradients(step, batch)]) for _ in range(24)])
@@ -397,7 +398,7 @@ def test_the_model_keeps_its_state_and_no_plan_of_a_trial(batch):
     found = fit(model, batch, CODES)
     assert float(model.average) == 0
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.chosen.name == "8 bits"
+    assert found.chosen.name.startswith("8 bits")
     assert [plan.schedule for plan in plans(model)] == [found.plan.schedule]
 
 

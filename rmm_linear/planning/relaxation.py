@@ -14,6 +14,7 @@ costs nothing for an op that no result depends on, which may run after the momen
 Where tensors may be coded, memory may also be free(s), if codes are read in its place, and the codes are kept:
 
     for each s that an op after the moment reads     keep(s) + again(writer of s) + free(s) >= 1
+    for each s that the op of the moment reads       keep(s) + free(s) >= 1
     for each such s and each code c in its place     code(c) >= free(s)
     sum of bytes(s) keep(s) + sum of bytes(c) code(c) <= budget - bytes that are there anyway
     minimise the sum of cost(o) again(o) + the sum of cost(c) code(c)
@@ -89,14 +90,15 @@ class Relaxation:
         backward = range(graph.forward_count, len(graph.ops))
         after: Collection[int] = backward if moment is None else _descendants(graph, moment)
         wanted = _forward_reads(graph, after)
-        self._storages = sorted(_with_ancestors(graph, wanted))
-        ops = sorted({graph.writer[index] for index in self._storages})
+        read = set() if moment is None else _forward_reads(graph, [moment])
         codes = {code.name: code for code in coding.coded}
         memories = {memory.name: memory.codes for memory in coding.freed}
-        freed = {index: memories[name] for index in wanted if (name := graph.storages[index].name) in memories}
+        freed = {index: memories[name] for index in wanted | read if (name := graph.storages[index].name) in memories}
+        self._storages = sorted(_with_ancestors(graph, wanted | freed.keys()))
+        ops = sorted({graph.writer[index] for index in self._storages})
         # an op that no result depends on may run for the first time after the moment
         needed = {graph.writer[index] for index in _with_ancestors(graph, graph.results)}
-        there = {*graph.results} if moment is None else _forward_reads(graph, [moment])
+        there = {*graph.results} if moment is None else read - freed.keys()
         there |= {index for index in graph.outputs if graph.writer[index] in needed}
         # a variable, its bounds, its price, and the bytes that it takes
         columns: list[tuple[tuple[str, Any], int, int, float, int]] = [
@@ -113,6 +115,7 @@ class Relaxation:
         for index in sorted(wanted):
             ways = {("keep", index): 1, ("again", graph.writer[index]): 1}
             rows.append((ways | {("free", index): 1} if index in freed else ways, 1))
+        rows += [({("keep", index): 1, ("free", index): 1}, 1) for index in read & freed.keys()]
         rows += [({("code", name): 1, ("free", index): -1}, 0) for index, names in freed.items() for name in names]
         rows += [
             ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", number): -1}, 0)

@@ -154,6 +154,17 @@ def test_the_bound_knows_of_codes_that_free_memory_together():
     assert least(alone, 7) is None
 
 
+def test_the_op_of_the_moment_may_read_a_code():
+    storages = tuple(Storage(name, 8) for name in ("first", "loss", "gradient"))
+    ops = (Op("a", 3.0, (), (0,)), Op("b", 1.0, (0,), (1,)), Op("c", 1.0, (0, 1), (2,), is_backward=True))
+    coding = Coding((CodedTensor("first", "linear", 4, 8, 1, 0.0),), freed=(FreedMemory("first", 8, ("first",)),))
+    program = Relaxation(Graph(ops, storages, (1, 2), (1,)), 2, coding, {"first": 0.5})
+    assert program.solve(24).extra_cost == 0.0
+    # the op reads the tensor or its code: it can run with nothing else
+    assert program.solve(17).extra_cost == pytest.approx(0.5)
+    assert program.solve(16) is None
+
+
 def test_a_budget_that_the_bound_rules_out_is_refused():
     graph = with_backward(chain([8] * 5))
     least = leanest_order(graph).peak_bytes
