@@ -9,7 +9,8 @@ class DoubleBackwardError(RMMError, RuntimeError):
     """Raised when the gradient of a sketched layer, a planned step or `bptt_checkpoint` is itself differentiated.
 
     A sketch fixes an estimate of one gradient, whose derivative is no estimate of the second derivative; a planned step
-    keeps no graph of its gradients. `revert_linears` and `remove_checkpointing` allow second derivatives again.
+    keeps no graph of its gradients. `revert_linears`, or a ratio of 1 without a storage, `remove_checkpointing`, and a
+    loop in place of `bptt_checkpoint` allow second derivatives again.
     """
 
 

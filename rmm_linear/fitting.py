@@ -87,8 +87,9 @@ class Fit:
         noise_limit: The limit.
         executor: See `fit`.
         bounds: For each kind of codes that was tried, a bound of the time of mixtures with recomputation.
-        least_time: A bound of the time of all mixtures of recomputation and of the codes that were tried, within the
-            budget, over the time of the exact step without a budget; None if no codes were tried, or without scipy.
+        least_time: A lower bound, by the prices of ops and codes, of the time of all mixtures of recomputation and of
+            the codes that were tried, within the budget, over the time of the exact step without a budget; None if no
+            codes were tried, or without scipy.
     """
 
     model: nn.Module = field(repr=False)

@@ -187,6 +187,14 @@ def test_a_fit_with_timed_ops_tells_the_predicted_and_the_measured_time(batch, m
 
 
 @pytest.mark.slow
+def test_a_noise_limit_that_codes_exceed_leaves_the_step_exact(batch):
+    found = fit(_model(), batch, CODES, noise=1e-9)
+    assert found.chosen.name == "exact"
+    assert found.candidates[0].name.startswith("8 bits")
+    assert found.candidates[0].noise_ratio > 1e-9
+
+
+@pytest.mark.slow
 def test_the_noise_is_that_of_codes_and_not_of_dropout(batch):
     with_dropout = fit(_model(0.5), batch, "50%", allow=["code"]).chosen
     without = fit(_model(), batch, "50%", allow=["code"]).chosen

@@ -57,7 +57,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str, *, is_compiled: bool = False) -
         loop: Nodes that are computed in one loop, with fake tensors as values; only the last one's is written.
         costs: "roofline" (the longest one of moving its bytes, doing its FLOPs and computing its numbers, and a
             launch), "flops" (1 for ops that do none), "bytes" (that it moves), "ms" (it runs here, on zeros and random
-            numbers, and is timed; ops alike are timed once; of collectives, of an LSTM's backward pass, and of ops that
+            numbers, and is timed; ops alike are timed once; of collectives, of an RNN's backward pass, and of ops that
             fail on such numbers, it is the time in which the device copies the bytes that they move), or "ops" (1).
         is_compiled: Whether Inductor compiles the loop: "ms" is then that time as well, unless it is a matrix product,
             a convolution or an attention.
@@ -67,7 +67,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str, *, is_compiled: bool = False) -
         return 1.0
     arguments = [fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"]) for node in loop]
     name = str(loop[-1].target)
-    # the backward pass of an RNN reads memory of its kernel, and crashes on other contents
+    # the backward pass of an RNN reads the workspace that its forward kernel wrote, and crashes on other contents
     is_safe = not ("rnn" in name and "backward" in name)
     is_timed = is_safe and getattr(loop[-1].target, "namespace", "") not in COLLECTIVES
     if costs == "ms" and is_timed and (is_product(loop[-1]) or not is_compiled):

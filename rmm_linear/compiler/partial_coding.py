@@ -50,16 +50,29 @@ class PartialCoding:
 
 
 def _prices(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> dict[str, float]:
-    prices = dict(_prices_of_kinds(exact, coded, bits, costs))
+    uncoded_cost = _uncoded_cost(exact, bits, costs)
+    prices = dict(_prices_of_kinds(exact, coded, bits, costs, uncoded_cost))
     # codes may share ops
-    extra_cost = max(0.0, coded.graph.cost - exact.graph.cost)
+    extra_cost = max(0.0, coded.graph.cost - uncoded_cost)
     share = min(1.0, extra_cost / (sum(prices.values()) or 1.0))
     return {name: share * price for name, price in prices.items()}
 
 
-def _prices_of_kinds(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> Iterator[tuple[str, float]]:
+def _uncoded_cost(exact: Capture, bits: Bits, costs: _Costs) -> float:
+    """Cost of the step without codes whose backward pass casts weights again, as steps with codes do under autocast."""
     assert exact.rewritten is not None
-    plain_cost, tensors = exact.graph.cost, coded.coding.coded
+    if not any(op.kind == "aten._to_copy" and not op.reads for op in exact.graph.ops):
+        return exact.graph.cost
+    if ("", 0) not in costs:
+        costs["", 0] = exact.rewritten(replace(bits, only=frozenset()), None).graph.cost
+    return costs["", 0]
+
+
+def _prices_of_kinds(
+    exact: Capture, coded: Capture, bits: Bits, costs: _Costs, plain_cost: float
+) -> Iterator[tuple[str, float]]:
+    assert exact.rewritten is not None
+    tensors = coded.coding.coded
     alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
     for kind in dict.fromkeys(tensor.kind for tensor in tensors):
         own = [tensor for tensor in tensors if tensor.kind == kind]

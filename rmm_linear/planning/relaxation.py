@@ -16,6 +16,7 @@ Where tensors may be coded, memory may also be free(s), if codes are read in its
     for each s that an op after the moment reads     keep(s) + again(writer of s) + free(s) >= 1
     for each s that the op of the moment reads       keep(s) + free(s) >= 1
     for each such s and each code c in its place     code(c) >= free(s)
+    or, where a backward op runs, for each such s    sum of code(c) >= free(s)
     sum of bytes(s) keep(s) + sum of bytes(c) code(c) <= budget - bytes that are there anyway
     minimise the sum of cost(o) again(o) + the sum of cost(c) code(c)
 
@@ -116,7 +117,10 @@ class Relaxation:
             ways = {("keep", index): 1, ("again", graph.writer[index]): 1}
             rows.append((ways | {("free", index): 1} if index in freed else ways, 1))
         rows += [({("keep", index): 1, ("free", index): 1}, 1) for index in read & freed.keys()]
-        rows += [({("code", name): 1, ("free", index): -1}, 0) for index, names in freed.items() for name in names]
+        for index, names in freed.items():
+            # ops that read the tensor itself may have run before a moment of the backward pass: one code may do then
+            groups = [(name,) for name in names] if moment is None or not names else [names]
+            rows += [({("code", name): 1 for name in group} | {("free", index): -1}, 0) for group in groups]
         rows += [
             ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", number): -1}, 0)
             for number in ops

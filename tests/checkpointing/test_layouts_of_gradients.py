@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planned_models import assert_same_gradients, planned_and_plain
+from planned_models import assert_same_gradients, planned_and_plain, planned_runs
 from torch import nn
 
 ROWS, WIDTH = 132, 50
@@ -44,6 +44,7 @@ def test_gradients_of_outputs_are_used_in_the_layout_in_which_they_arrive(shared
             each.zero_grad()
             loss(*each(X)).backward()
         assert_same_gradients(model, reference)
+    assert planned_runs(model) == len(LOSSES)
 
 
 def test_what_reads_memory_as_it_lies_gets_the_layout_that_it_was_captured_with():

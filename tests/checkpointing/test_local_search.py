@@ -163,6 +163,12 @@ def test_the_op_of_the_moment_may_read_a_code():
     # the op reads the tensor or its code: it can run with nothing else
     assert program.solve(17).extra_cost == pytest.approx(0.5)
     assert program.solve(16) is None
+    # of two codes in a storage's place, another op may read one alone: it may have run before
+    other = CodedTensor("other", "linear", 4, 8, 1, 0.0)
+    coding = Coding((*coding.coded, other), freed=(FreedMemory("first", 8, ("first", "other")),))
+    prices = {"first": 0.5, "other": 0.25}
+    assert Relaxation(Graph(ops, storages, (1, 2), (1,)), 2, coding, prices).solve(17).coded == {"other"}
+    assert Relaxation(Graph(ops, storages, (1, 2), (1,)), None, coding, prices).solve(10).extra_cost == 0.75
 
 
 def test_a_budget_that_the_bound_rules_out_is_refused():

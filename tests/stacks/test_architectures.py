@@ -43,7 +43,7 @@ def test_a_step_is_exact_but_for_the_sketched_weights(kind):
     want, got = (train_step(each, [batch]) for each in (exact, model))
     assert torch.equal(got.logits[0], want.logits[0])
     assert torch.equal(got.losses[0], want.losses[0])
-    assert_estimates(got.gradients, want.gradients, estimates)
+    assert_estimates(got.gradients, want.gradients, estimates, least=0.02)
 
 
 @pytest.mark.parametrize("kind", SKETCHED)
