@@ -77,6 +77,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", help="run only every Nth test, from the Kth on: one of N processes")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a share that is none."""
+    share = config.getoption("share")
+    if share is not None:
+        number, _, count = share.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise pytest.UsageError(f"--share {share}: K/N is needed, of which K is at least 1 and at most N")
+
+
 # After what `-m` and `-k` leave out.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

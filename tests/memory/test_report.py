@@ -222,6 +222,9 @@ def test_statuses():
     for call in report.linears:
         assert (call.storage is not None) == (call.status == KEPT)
         assert call.is_sketched_by(RMMConfig(ratio=0.5)) == (call.status == KEPT)
+    text = str(report)
+    for words in ("its weight is frozen", "checkpointed: keeps nothing", "no gradient is wanted", "sketched"):
+        assert words in text
 
 
 def twice(it, x):
@@ -253,6 +256,19 @@ def test_what_the_output_does_not_depend_on_is_counted_and_guessed():
     report = profile(model, x)
     assert report.total_bytes == report.own_bytes == 2 * 256 * 8 * FLOAT
     assert [call.status for call in report.linears] == [KEPT, KEPT]
+
+
+def test_the_report_as_text_and_json():
+    report = profile(stack(3), batch(requires_grad=True))
+    text = str(report)
+    lines = text.splitlines()
+    assert lines[0].startswith("Sequential keeps ")
+    assert "the most that sketches can free" in lines[1]
+    assert any(line.startswith("*.attention.{query, key, value}") and " 3 " in line for line in lines)
+    assert any("also kept by scaled_dot_product" in line for line in lines)
+    content = json.loads(report.to_json())
+    assert content["total_bytes"] == report.total_bytes
+    assert sum(storage["bytes"] for storage in content["storages"]) == report.total_bytes
 
 
 def test_an_error_in_the_model_leaves_no_hook_behind():
