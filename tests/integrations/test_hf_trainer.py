@@ -235,7 +235,7 @@ def test_under_a_compiler_nothing_is_measured_and_that_is_said(tmp_path):
 def test_a_callback_that_plans_gets_one_graph_beside_a_callback_that_measures(tmp_path, order):
     planning = RMMCallback(compile={"budget": "100%", "executor": "exact"})
     callbacks = (RMMCallback(ratio=0.1), planning)[::order]
-    with pytest.warns(UserWarning, match="the plan has a planned model's kept bytes"):
+    with pytest.warns(UserWarning, match="a planned model's kept bytes are in its plan"):
         make_trainer(tmp_path, *callbacks, model=make_model(layers=1), max_steps=2).train()
     # one graph a step
     assert planning.planned.planned_runs == 2
