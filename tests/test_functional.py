@@ -227,7 +227,6 @@ def test_transients_stay_small_at_a_tiny_ratio() -> None:
         ({"valid_rows": torch.ones(4)}, r"valid_rows is a Tensor; pass rmm_linear\.padding\.ValidRows\(mask\)"),
         ({"valid_rows": ValidRows(torch.ones(3))}, "must have x's shape without the last dimension"),
     ],
-    ids=str,
 )
 def test_bad_input_is_named_with_its_remedy(change: dict[str, object], message: str) -> None:
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(5, 8, requires_grad=True), "bias": None}
