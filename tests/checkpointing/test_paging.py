@@ -68,7 +68,7 @@ def test_loads_that_cannot_run_are_refused(graph, steps, message):
 
 
 def _schedule_that_loads(graph, is_loaded_for):
-    """Load just before an op those of the storages that it reads of which `is_loaded_for(index, op)` says so."""
+    """Load each storage for which `is_loaded_for(index, op)` holds just before the op that reads the storage."""
     order = []
     for op in range(len(graph.ops)):
         loaded = (index for index in dict.fromkeys(graph.ops[op].reads) if is_loaded_for(index, op))

@@ -65,7 +65,7 @@ def test_every_element_is_unbiased_with_the_variance_it_says(kind, mean):
     # uniform on +-1/2: 1e-6 by Bonferroni over 333 elements
     assert (error.mean(0) * (12 * draws) ** 0.5).abs().max() < 6.1
     assert ((error.var(0) * 12 - 1) / (0.8 / draws) ** 0.5).abs().max() < 6.1
-    # all of them together, of which those of a row and a seed have a part in common
+    # the mean over all elements; errors of a row have a part in common in one draw
     assert abs(float(error.mean())) < 0.003
     assert abs(float(error.square().mean()) * 12 - 1) < 0.01
     assert error.abs().max() < 0.501

@@ -36,6 +36,6 @@ def dense_blocks(blocks: int, layers: int, *, growth: int = 8) -> Graph:
 
 
 def transformer() -> Graph:
-    """The training graph of three blocks of torch's, as it is captured."""
+    """Capture the training step of three `nn.TransformerEncoderLayer` blocks."""
     layers = (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
     return capture(nn.Sequential(*layers), (torch.randn(4, 32, 32),)).graph
