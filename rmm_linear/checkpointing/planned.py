@@ -109,6 +109,7 @@ class PlannedStep:
             if not _is_sharded(self._model):
                 self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")
             self._compiled, self._is_whole = compiled(self._function, self.group.compile, fullgraph=False), False
+            self.forget()
             return self(*args, **kwargs)
         if self.group.runs == runs and self.reason is None:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]

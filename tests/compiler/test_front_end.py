@@ -207,3 +207,16 @@ def test_hooks_of_all_modules_that_are_registered_later_run_with_one_warning():
     assert calls == [plain.layer, plain, model.layer, model]
     assert_equal(step(model), step(plain))
     assert planned_runs(model) == 1
+
+
+def test_a_step_that_is_whole_again_has_the_whole_budget():
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))]
+    model = nn.Sequential(*layers)
+    planned_for(model, X, "1MiB")
+    hook = model[3].register_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="no longer one graph"):
+        model(X).sum().backward()
+    hook.remove()
+    for rows in (X, X[:-1], X[:-2]):
+        model(rows).sum().backward()
+    assert model._compiled_call_impl.plans[-1].budget_bytes == 2**20
