@@ -411,6 +411,13 @@ def test_what_is_not_recognised_stays_exact_and_is_named(body):
     assert any(tensor.tensor_bytes >= 4 * ROWS * WIDTH for tensor in plan.coding.exact)
 
 
+def test_the_softmax_of_a_loss_stays_exact():
+    torch.manual_seed(0)
+    # its gradient is 1 / p, which would multiply the error of a small p
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(lambda x: -(x.softmax(-1) + 1e-8).log().sum()))
+    assert not plan_of(model, torch.randn(ROWS, WIDTH), bits={"attention": 8}).coding.coded
+
+
 class Masked(nn.Module):
     """ReLU, whose result no other op of the backward pass reads."""
 

@@ -2,8 +2,7 @@
 
 The gradient of a fused op is linear in the values and in the output. Queries and keys go through an exponential, which
 is read as if it was linear: the bias is of the order of the errors' variance, which 8 bits make negligible. With 4 bits
-the normalisation that the forward pass kept is not that of the queries and keys that are read, so that output and
-normalisation are computed again from them. That is done for the op of CPUs; others are read from 8 bits.
+the output and the normalisation are computed again from readings, by the op of CPUs; others are read from 8 bits.
 
 The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is added, where s_i is the step of the code.
 """
@@ -32,6 +31,8 @@ FUSED = {
 }
 # Of this op, the forward op needs no more than the backward op has.
 _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# Ops between the gradient of a product with probabilities and that of the softmax.
+_BETWEEN = {aten._to_copy.default, aten.mul.Tensor, aten._unsafe_view.default, aten.slice_backward.default}
 
 
 @dataclass(eq=False)
@@ -44,23 +45,25 @@ class Softmax(Rewrite):
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
-    """Find softmaxes whose backward ops can read codes."""
+    """Find softmaxes that products read: the gradient of log p, 1 / p, would multiply the error of a small p."""
     for read in step.reads:
-        node, dim = read.reader, read.reader.args[2] if len(read.reader.args) > 2 else None
-        if node.target is not aten._softmax_backward_data.default or read.source is not node.args[1]:
+        if read.reader.target is not aten._softmax_backward_data.default or read.source is not read.reader.args[1]:
             continue
+        gradient, dim = node_at(read.reader, 0), read.reader.args[2]
+        while gradient.target in _BETWEEN or getattr(gradient.target, "is_view", False):
+            gradient = next(each for each in gradient.all_input_nodes if each in step.gradients)
         base = step.base[read.source]
-        is_whole = base.meta["val"].stride() == read.source.meta["val"].stride() if step.is_float(base) else False
-        shape = Shape.of(base.meta["val"]) if is_whole and step.memories(base) else None
+        is_known = gradient.target in (aten.mm.default, aten.bmm.default) and bool(step.memories(base))
+        is_whole = is_known and step.is_float(base) and base.meta["val"].stride() == read.source.meta["val"].stride()
+        shape = Shape.of(base.meta["val"]) if is_whole else None
         if shape is not None and dim in (-1, base.meta["val"].dim() - 1):
             yield Softmax(Code(base, "attention", bits, shape), [read])
 
 
 def is_output(node: fx.Node) -> bool:
     """Tell whether a node is the output of a fused attention."""
-    if node.target is not operator.getitem or node.args[1] != 0:
-        return False
-    return "scaled_dot_product" in str(node_at(node, 0).target)
+    is_first = node.target is operator.getitem and node.args[1:] == (0,)
+    return is_first and "scaled_dot_product" in str(node_at(node, 0).target)
 
 
 def is_score(read: Read) -> bool:
@@ -98,6 +101,5 @@ def _softmax_backward(
 ) -> Tensor:
     p = shape.tensor_of(codes.decode(code, steps, key, shape.layout, bits=bits))
     variance = shape.tensor_of(codes.error_variance(steps, shape.layout))
-    gradient = gradient.to(torch.float32)
     product = p * gradient
     return (product - p * product.sum(-1, keepdim=True) + variance * gradient).to(dtype)
