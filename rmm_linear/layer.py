@@ -69,7 +69,6 @@ class SketchedLayer(nn.Module):
         )
 
     def _describe_config(self) -> str:
-        """The configuration, as `print(model)` shows it."""
         config = self.rmm_config
         storage = f", storage={config.storage!r}" if config.storage is not None else ""
         padding = ", skip_padding=True" if config.skip_padding else ""

@@ -229,7 +229,6 @@ class _Trials:
         return self._tried(partial(median_ms, self._run, [self._device]), options, checkpoints)
 
     def _tried(self, measure: Callable[[], T], options: Mapping[str, Any], checkpoints: int) -> T | None:
-        """Measure a step; None if it can't be run."""
         try:
             with self.means.installed(options, checkpoints):
                 return measure()

@@ -197,6 +197,5 @@ def _samples_rows(module: nn.Module) -> bool:
 
 
 def _widened(table: Tensor, positions: int) -> Tensor:
-    """The table, widened to at least this number of positions."""
     missing = positions - table.shape[1]
     return table if missing <= 0 else nn.functional.pad(table, (0, missing), value=_UNKNOWN)

@@ -120,7 +120,6 @@ class _Input:
 
 
 def _are_one(member: nn.Module | None, layer: nn.Module) -> bool:
-    """Tell whether two layers have one weight."""
     return member is layer or (member is not None and getattr(member, "weight", None) is layer.weight)
 
 

@@ -160,7 +160,6 @@ class _Writer:
         return found
 
     def _parts(self, steps: Sequence[Step], first: int) -> list[Part]:
-        """Write the backward part, from a step on."""
         order = self._schedule.order
         places = hand_over_places(self._capture.graph, order, {index for index in self._gradients if index is not None})
         position = sum(step.kind == "compute" for step in steps[:first])

@@ -393,7 +393,6 @@ class _Reading:
         return tuple(dict.fromkeys(index for index in found if index is not None))
 
     def _fresh(self, node: fx.Node) -> list[int]:
-        """Memory that the node fills."""
         memories = dict.fromkeys(memories_of(node))
         fresh = [memory for memory in memories if memory not in self._storage_of]
         if 0 < len(fresh) < len(memories):

@@ -3,6 +3,7 @@
 Supported are torch 2.11 and later; the import or `require` says by name which part a version lacks.
 """
 
+import functools
 import gc
 import inspect
 import logging
@@ -301,6 +302,8 @@ def compile_by_inductor(
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.utils import cache_on_self
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -337,6 +340,16 @@ def compile_by_inductor(
             scheduler.buffer_names_to_free |= waiting
         codegen_node(self, node)
 
+    make_loader = require(Pointwise, "make_loader")
+
+    @cache_on_self
+    def make_loader_once(self: Any) -> Callable[[Sequence[Any]], Any]:
+        # Of an op that is read twice in a loop, Inductor writes two copies, each with its own copies of the op's
+        # sources: of a chain of n such ops, 2^n
+        load = make_loader(self)
+        cached = functools.cache(lambda _, *index: load(list(index)))
+        return lambda index: cached(V.get_ops_handler(), *index)
+
     mode = fake_mode_of(examples)
     options = {
         "allow_buffer_reuse": False,
@@ -358,6 +371,7 @@ def compile_by_inductor(
             # Inductor caches no graph without one
             mock.patch.object(mode, "shape_env", ShapeEnv()),
             mock.patch.object(CppScheduling, "codegen_node", codegen_in_window),
+            mock.patch.object(Pointwise, "make_loader", make_loader_once),
         ):
             return compile_fx_inner(module, examples, is_backward=is_backward)
     except exc.InvalidCxxCompiler as error:

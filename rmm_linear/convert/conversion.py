@@ -155,7 +155,6 @@ def _padding_message(model: nn.Module) -> str | None:
 def _advice(
     model: nn.Module, plan: list[Planned], skipped: list[str], others: list[tuple[LinearLayer, str]]
 ) -> Iterator[str]:
-    """Yield messages about layers left exact, and about sketches that save nothing or do harm."""
     sketched = [(layer.module, wanted) for layer, wanted in plan if wanted and isinstance(layer.module, SketchedLayer)]
     overflowing = sum(layer.weight.dtype == torch.float16 and wanted.ratio < _SMALL_RATIO for layer, wanted in sketched)
     if overflowing:
@@ -267,7 +266,6 @@ def _swap(module: nn.Module, old: type, new: type) -> None:
 
 
 def _to_exact(module: nn.Module) -> None:
-    """Restore the exact class of a sketched layer; other modules are left unchanged."""
     if not isinstance(module, SketchedLayer):
         return
     # A forward that was replaced on the instance may call the sketched class's forward, which needs `rmm_config`.

@@ -50,7 +50,6 @@ def _checked(option: str, patterns: str | Collection[str]) -> str | Collection[s
 
 
 def _matches(patterns: str | Collection[str], layer: LinearLayer) -> bool:
-    """Tell whether a list or a regular expression matches any name of a layer."""
     if isinstance(patterns, str):
         return any(re.fullmatch(patterns, alias) for alias in layer.aliases)
     return any(f".{alias}".endswith(f".{end}") for alias in layer.aliases for end in patterns)

@@ -210,7 +210,6 @@ def _forward_reads(graph: Graph, ops: Iterable[int]) -> set[int]:
 
 
 def _with_ancestors(graph: Graph, storages: Iterable[int]) -> set[int]:
-    """Storages, and all that their ops read, directly or not."""
     return reached(storages, lambda index: graph.ops[graph.writer[index]].reads)
 
 

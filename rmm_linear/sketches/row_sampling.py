@@ -120,7 +120,6 @@ def _variance_of_draws(x: Tensor, g: Tensor, weights: Tensor, draws: int) -> Ten
 
 
 def _targets(fractions: Tensor, total: Tensor) -> Tensor:
-    """Uniform numbers below a total, int64."""
     return torch.minimum((fractions * total.to(torch.float64)).to(torch.int64), (total - 1).clamp(min=0))
 
 

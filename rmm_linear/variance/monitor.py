@@ -221,7 +221,6 @@ class VarianceMonitor:
 
 
 def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:
-    """C, V and M, summed over the layers."""
     return (
         math.fsum(record.gradient_squared for record in records),
         math.fsum(record.sketch_variance for record in records),

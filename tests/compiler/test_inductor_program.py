@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.loop_body import LoopBodyBlock
 from torch._inductor.utils import fresh_cache
 
 from rmm_linear import convert_linears
@@ -163,6 +164,27 @@ def test_buffers_are_updated_once(x):
     torch.testing.assert_close(gradients(model, planned(model, "80%"), x), expected, rtol=1e-4, atol=1e-6)
     for (name, buffer), (_, other) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
         torch.testing.assert_close(buffer, other, msg=name)
+
+
+def test_an_op_that_is_read_twice_is_written_once_in_a_loop(monkeypatch):
+    sizes, begin = [], LoopBodyBlock.__init__
+
+    def count(self, *args):
+        begin(self, *args)
+        sizes.append(len(self.graph.nodes))
+
+    monkeypatch.setattr(LoopBodyBlock, "__init__", count)
+
+    def step(x):
+        for _ in range(8):
+            x = x * (x + 0.5)
+        return x.sum()
+
+    x = torch.full((64,), 0.1, requires_grad=True)
+    planned(step, "100%")(x).backward()
+    torch.testing.assert_close(x.grad, torch.func.grad(step)(x.detach()))
+    # of two copies for each read there were 2^8
+    assert max(sizes) < 100
 
 
 def test_a_missing_compiler_is_told_with_what_to_do(x, monkeypatch):

@@ -114,7 +114,6 @@ class Readings:
         return together
 
     def _coded_sources(self, node: fx.Node) -> dict[fx.Node, frozenset[Code]]:
-        """The coded tensors from which a tensor is computed."""
         sources = node.all_input_nodes
         found = {each: self.codes_of(each) for each in sources if len(sources) == 1 or not _is_small(each, node)}
         return {each: codes for each, codes in found.items() if codes is not None}

@@ -168,7 +168,6 @@ class OnlineRun:
         return True
 
     def _compute(self, op: int) -> bool:
-        """Run an op, and before it the ops that compute its operands."""
         waiting = [op]
         self._lock(op, 1)
         while waiting:

@@ -151,7 +151,6 @@ class Program:
                 model.add_bool_or([*serves, active.negated()])
 
     def _add_hint(self, order: Sequence[int]) -> None:
-        """Tell the solver where the ops of an order run."""
         model, seen = self._model, [0] * len(self._graph.ops)
         model.clear_hints()
         stage_after = len(self._graph.ops)
