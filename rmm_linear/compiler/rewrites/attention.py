@@ -32,7 +32,8 @@ FUSED = {
 # Of this op, the forward op needs no more than the backward op has.
 _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Ops between the gradient of a product with probabilities and that of the softmax.
-_BETWEEN = {aten._to_copy.default, aten.mul.Tensor, aten._unsafe_view.default, aten.slice_backward.default}
+_BETWEEN = {aten._to_copy.default, aten.mul.Tensor, aten.masked_fill.Scalar, aten.slice_backward.default}
+_BETWEEN |= {aten._unsafe_view.default, aten.clone.default}
 
 
 @dataclass(eq=False)

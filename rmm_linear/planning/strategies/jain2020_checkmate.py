@@ -241,7 +241,6 @@ class Program:
         )
 
     def _costs(self) -> Iterator[tuple[int, float]]:
-        """Yield the costs of variables, of the plain program's cost."""
         for variables in self._run:
             for op, variable in enumerate(variables):
                 yield variable, self._graph.ops[op].cost / self._graph.cost
