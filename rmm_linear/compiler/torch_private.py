@@ -344,8 +344,8 @@ def compile_by_inductor(
 
     @cache_on_self
     def make_loader_once(self: Any) -> Callable[[Sequence[Any]], Any]:
-        # Of an op that is read twice in a loop, Inductor writes two copies, each with its own copies of the op's
-        # sources: of a chain of n such ops, 2^n
+        # Of an op whose result is read twice in a loop, Inductor writes two copies, each with copies of the ops before:
+        # of a chain of n such ops, 2^n
         load = make_loader(self)
         cached = functools.cache(lambda _, *index: load(list(index)))
         return lambda index: cached(V.get_ops_handler(), *index)

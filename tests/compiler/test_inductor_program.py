@@ -166,7 +166,7 @@ def test_buffers_are_updated_once(x):
         torch.testing.assert_close(buffer, other, msg=name)
 
 
-def test_an_op_that_is_read_twice_is_written_once_in_a_loop(monkeypatch):
+def test_an_op_whose_result_is_read_twice_is_written_once_in_a_loop(monkeypatch):
     sizes, begin = [], LoopBodyBlock.__init__
 
     def count(self, *args):
@@ -183,7 +183,7 @@ def test_an_op_that_is_read_twice_is_written_once_in_a_loop(monkeypatch):
     x = torch.full((64,), 0.1, requires_grad=True)
     planned(step, "100%")(x).backward()
     torch.testing.assert_close(x.grad, torch.func.grad(step)(x.detach()))
-    # of two copies for each read there were 2^8
+    # with a copy for each read there were 2^8 nodes and more
     assert max(sizes) < 100
 
 

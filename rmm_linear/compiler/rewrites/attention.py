@@ -33,7 +33,7 @@ FUSED = {
 _AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Ops between the gradient of a product with probabilities and that of the softmax.
 _BETWEEN = {aten._to_copy.default, aten.mul.Tensor, aten.masked_fill.Scalar, aten.slice_backward.default}
-_BETWEEN |= {aten._unsafe_view.default, aten.clone.default}
+_BETWEEN |= {aten._unsafe_view.default, aten.clone.default, aten.native_dropout_backward.default}
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Softmax(Rewrite):
 
 
 def candidates(step: Step, bits: int) -> Iterator[Softmax]:
-    """Find softmaxes that products read: the gradient of log p, 1 / p, would multiply the error of a small p."""
+    """Find softmaxes whose gradients come from matrix products: that of log p, 1 / p, would multiply p's error."""
     for read in step.reads:
         if read.reader.target is not aten._softmax_backward_data.default or read.source is not read.reader.args[1]:
             continue
