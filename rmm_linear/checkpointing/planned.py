@@ -98,7 +98,7 @@ class PlannedStep:
             with dynamo_options():
                 result = self._compiled(*args, **kwargs)
         except InfeasibleBudgetError:
-            if self._is_whole and not self.plans and self._model._compiled_call_impl is self:
+            if not self.plans and self._model._compiled_call_impl is self:
                 # otherwise the model could not be planned with another budget
                 del self._model._compiled_call_impl
             raise
