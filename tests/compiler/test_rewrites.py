@@ -411,11 +411,18 @@ def test_what_is_not_recognised_stays_exact_and_is_named(body):
     assert any(tensor.tensor_bytes >= 4 * ROWS * WIDTH for tensor in plan.coding.exact)
 
 
-def test_the_softmax_of_a_loss_stays_exact():
+def test_the_softmax_of_an_attention_is_coded_and_that_of_a_loss_stays_exact():
     torch.manual_seed(0)
-    # its gradient is 1 / p, which would multiply the error of a small p
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(lambda x: -(x.softmax(-1) + 1e-8).log().sum()))
-    assert not plan_of(model, torch.randn(ROWS, WIDTH), bits={"attention": 8}).coding.coded
+    diagonal = torch.eye(ROWS, dtype=torch.bool)
+
+    def attend(x):
+        return ((x @ x.mT).softmax(-1).masked_fill(diagonal, 0.0) @ x).square().sum()
+
+    # the gradient of log p is 1 / p, which would multiply the error of a small p
+    for function, coded in ((attend, ["_softmax"]), (lambda x: -(x.softmax(-1) + 1e-8).log().sum(), [])):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(function))
+        plan = plan_of(model, torch.randn(ROWS, WIDTH), bits={"attention": 8})
+        assert [each.name for each in plan.coding.coded if "softmax" in each.name] == coded
 
 
 class Masked(nn.Module):
