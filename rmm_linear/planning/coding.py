@@ -122,7 +122,8 @@ class FreedMemory:
     Attributes:
         name: The node that writes it.
         size_bytes: Its size.
-        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together.
+        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together. None for
+            results of an attention that runs again.
     """
 
     name: str

@@ -165,6 +165,8 @@ class CheckpointPlan:
                 f" {100 * (self.overhead - self.paging_overhead):.1f} %; strategy"
                 f" {self.schedule.strategy}"
             )
+        if self.measured_peak_bytes is not None:
+            yield f"measured peak of the compiled step {self._sizes(self.measured_peak_bytes)}"
         if self.graph.cost_unit == "ms":
             measured = "not yet measured" if self.measured_ms is None else f"measured {self.measured_ms:.4g} ms"
             yield f"predicted time of a step {self.planned.cost:.4g} ms, {measured}"

@@ -12,6 +12,7 @@ from torch._inductor.loop_body import LoopBodyBlock
 from torch._inductor.utils import fresh_cache
 
 from rmm_linear import convert_linears
+from rmm_linear.byte_sizes import unit_for
 from rmm_linear.checkpointing.planned import PlannedStep
 from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.compiler.backend import Options, rmm_linear
@@ -74,6 +75,8 @@ def test_gradients_are_those_of_eager_mode_and_the_measured_peak_is_within_the_b
         outside = 4 * (3 * ROWS + 4)
         assert plan.measured_peak_bytes <= plan.budget_bytes
         assert plan.measured_peak_bytes <= measured.peak <= plan.measured_peak_bytes + outside
+        told = unit_for(plan.plain.peak_bytes).of(plan.measured_peak_bytes)
+        assert f"measured peak of the compiled step {told}" in str(plan)
         peaks.append(plan.measured_peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
 

@@ -282,7 +282,8 @@ def test_scores_of_attention_are_said_to_be_biased():
         coding = plan.coding
         assert [tensor.kind for tensor in coding.coded] == ["attention"] * number
         assert sum(tensor.bias is None for tensor in coding.coded) == 2
-        assert coding.freed_bytes == number * 4 * ROWS * WIDTH
+        # an attention that runs again computes its logsumexp again, a number for each row and head
+        assert coding.freed_bytes == number * 4 * ROWS * WIDTH + (bits == 4) * 4 * ROWS * 2
         assert "no bound is known" in str(plan)
 
 

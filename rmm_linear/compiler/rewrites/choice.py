@@ -55,7 +55,9 @@ class Choice:
         for rewrite in self._candidates:
             if own.isdisjoint(rewrite.serves) and self._take(rewrite):
                 own.update(rewrite.serves)
-        own.update(read for read in self._step.reads if read.reader in self.repeated and attention.is_result(read))
+        again = (read for read in self._step.reads if read.reader in self.repeated)
+        self._results = list(filter(attention.is_result, again))
+        own.update(self._results)
         waiting = [read for read in self._step.reads if read not in own and read not in self._refused]
         if self._bits.linear or self._bits.attention:
             # of products of two tensors, the tensors are coded first
@@ -117,7 +119,9 @@ class Choice:
         """Return the nodes whose memory need not be kept for the backward pass, each with all codes that serve it."""
         exact = self.readings.exact.union(read.source for read in self.unserved)
         kept = frozenset().union(*map(self._step.memories, exact))
-        found: dict[fx.Node, set[Code]] = {}
+        # an attention that runs again reads none of its results, whichever of its inputs are coded
+        results = (node for read in self._results for node in self._step.memories(read.source))
+        found: dict[fx.Node, set[Code]] = {node: set() for node in results if node not in kept}
         for code, read in self.served_by():
             for node in self._step.memories(read.source) - kept:
                 found.setdefault(node, set()).add(code)
