@@ -204,9 +204,9 @@ class _Reading:
             cast_again(Step(*parts), parameters)
         if bits != _EXACT or sketch is not None:
             coding = code_step(Step(*parts), bits, parameters, sketch)
-        (output,) = (node for node in self._joint.graph.nodes if node.op == "output")
+        output = self._joint.graph.output_node()
         self._make_dense(output, placeholders)
-        ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}
+        ends = {key: node for key, node in zip(output.meta["desc"], output.args[0], strict=True) if node is not None}  # type: ignore[arg-type]
         self._refuse_unknown(ends, (aot.PlainAOTOutput, aot.GradAOTOutput, aot.InputMutationAOTOutput), "returns")
         differentiable = self.traced.differentiable
         if not any(differentiable):
@@ -230,11 +230,12 @@ class _Reading:
                 " by it. A loop over cells (`bptt_checkpoint`) has none",
                 stacklevel=3,
             )
-        updated = {inputs[place] for place, _ in updates}
         if self.for_inductor:
-            self._loop_of = fuse(self._joint, tangents.values(), updated)
-        graph, loops = self._graph(results, gradients, updates, updated)
-        graph = self._with_gradients(graph, loops, inputs, gradients)
+            self._loop_of = fuse(self._joint, tangents.values(), {inputs[place] for place, _ in updates})
+        self._inputs, self._results, self._gradients, self._updates = inputs, results, gradients, updates
+        self._updated = {memory for place, _ in updates for memory in memories_of(inputs[place])}
+        graph, loops = self._graph()
+        graph = self._with_gradients(graph, loops)
         return Capture(
             graph=graph,
             nodes=tuple(loop[-1] for loop in loops),
@@ -309,13 +310,7 @@ class _Reading:
                     " share memory with each other, can't be captured; checkpoint the parts that can one by one"
                 )
 
-    def _graph(
-        self,
-        results: Sequence[fx.Node],
-        gradients: Sequence[fx.Node | None],
-        updates: Sequence[tuple[int, fx.Node]],
-        updated: set[fx.Node],
-    ) -> tuple[Graph, list[list[fx.Node]]]:
+    def _graph(self) -> tuple[Graph, list[list[fx.Node]]]:
         """The graph, and for each op the nodes that are computed in its loop; the last one writes its storages."""
         ops: list[Op] = []
         loops: list[list[fx.Node]] = []
@@ -344,32 +339,29 @@ class _Reading:
                 self._storage_of[node.meta["val"].untyped_storage()._cdata] = None
                 inlined.setdefault(self._loop_of[node], []).append(node)
                 continue
-            fresh = self._fresh(node)
-            if not fresh and tensors_of(node):
+            memories = dict.fromkeys(memories_of(node))
+            fresh = [memory for memory in memories if memory not in self._storage_of]
+            if 0 < len(fresh) < len(memories):
+                raise CaptureError(f"{node.target} returns both new memory and views: plans don't know such ops")
+            if memories and not fresh:
                 continue
             writes, temporary = self._write(node, fresh)
             temporary += _row_bytes(node) if self.for_inductor else 0
             loops.append([*inlined.get(node, ()), node])
-            ops.append(self._op(loops[-1], writes, temporary, is_backward, updated))
+            ops.append(self._op(loops[-1], writes, temporary, is_backward))
         if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
         # results are the caller's from then on; new contents of buffers are only copied
-        outputs = self._indices([*results, *(node for node in gradients if node is not None)])
-        at_forward_end = self._indices([*results, *(node for _, node in updates)])
+        outputs = self._indices([*self._results, *filter(None, self._gradients)])
+        at_forward_end = self._indices([*self._results, *(node for _, node in self._updates)])
         graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
         return graph, loops
 
-    def _with_gradients(
-        self,
-        graph: Graph,
-        loops: Sequence[Sequence[fx.Node]],
-        inputs: Sequence[fx.Node],
-        gradients: Sequence[fx.Node | None],
-    ) -> Graph:
+    def _with_gradients(self, graph: Graph, loops: Sequence[Sequence[fx.Node]]) -> Graph:
         """Say which storages are gradients of parameters, and which ops read these parameters."""
         gradients_of: dict[int, set[int]] = {}
-        for tensor, gradient in zip(inputs, gradients, strict=True):
+        for tensor, gradient in zip(self._inputs, self._gradients, strict=True):
             if gradient is not None:
                 memory = tensor.meta["val"].untyped_storage()._cdata
                 gradients_of.setdefault(memory, set()).update(self._indices([gradient]))
@@ -378,7 +370,7 @@ class _Reading:
             memories = _memories_read(loop)
             held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
             ops.append(replace(op, holds_back=tuple(sorted(held_back))))
-        pairs = list(zip(self.are_parameters, gradients, strict=True))
+        pairs = list(zip(self.are_parameters, self._gradients, strict=True))
         # gradients of other arguments wait for the op that made the argument, or are the caller's
         others = set(self._indices(gradient for is_one, gradient in pairs if gradient is not None and not is_one))
         of_parameters = self._indices(gradient for is_one, gradient in pairs if gradient is not None and is_one)
@@ -391,13 +383,6 @@ class _Reading:
     def _indices(self, nodes: Iterable[fx.Node]) -> tuple[int, ...]:
         found = (self._storage_of[memory] for node in nodes for memory in memories_of(node))
         return tuple(dict.fromkeys(index for index in found if index is not None))
-
-    def _fresh(self, node: fx.Node) -> list[int]:
-        memories = dict.fromkeys(memories_of(node))
-        fresh = [memory for memory in memories if memory not in self._storage_of]
-        if 0 < len(fresh) < len(memories):
-            raise CaptureError(f"{node.target} returns both new memory and views: plans don't know such ops")
-        return fresh
 
     def _write(self, node: fx.Node, fresh: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """Add the node's storages; return their numbers, and the bytes of results that no op reads, which get none."""
@@ -419,21 +404,13 @@ class _Reading:
         unread = sum(sizes[memory] for memory in fresh if memory not in used)
         return tuple(range(first, len(self._storages))), unread
 
-    def _op(
-        self,
-        loop: Sequence[fx.Node],
-        writes: tuple[int, ...],
-        temporary_bytes: int,
-        is_backward: bool,
-        updated: set[fx.Node],
-    ) -> Op:
+    def _op(self, loop: Sequence[fx.Node], writes: tuple[int, ...], temporary_bytes: int, is_backward: bool) -> Op:
         node, target = loop[-1], loop[-1].target
         name = target.__name__ if isinstance(target, FunctionType) else str(target)
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
-        memories = {memory for source in updated for memory in memories_of(source)}
         read = _memories_read(loop)
-        reads_updated = not memories.isdisjoint(read)
+        reads_updated = not self._updated.isdisjoint(read)
         if reads_updated and is_backward and "batch_norm" not in name:
             raise CaptureError(
                 f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
