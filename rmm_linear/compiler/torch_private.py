@@ -9,8 +9,8 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -298,14 +298,47 @@ def compile_by_inductor(
         MissingCompilerError: If there is no C++ compiler.
     """
     from torch._inductor import config, exc
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch._inductor.ir import Pointwise
-    from torch._inductor.utils import cache_on_self
     from torch._inductor.virtualized import V
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = fake_mode_of(examples)
+    options: dict[str, Any] = {
+        "allow_buffer_reuse": False,
+        # it copies the inputs of convolutions into another layout
+        "layout_optimization": False,
+        "reorder_for_peak_memory": False,
+    }
+    if reads_codes:
+        # A reading of a code is computed in each kernel that needs it. By default a reading would be written once in
+        # float32: four times the bytes of a code.
+        options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}
+    try:
+        with (
+            V.set_fake_mode(mode),
+            torch._guards.tracing(torch._guards.TracingContext(mode)),
+            config.patch(options),
+            # Inductor caches no graph without one
+            mock.patch.object(mode, "shape_env", ShapeEnv()),
+            _in_windows(key),
+            _with_loaders_that_remember(),
+        ):
+            return compile_fx_inner(module, examples, is_backward=is_backward)
+    except exc.InvalidCxxCompiler as error:
+        raise MissingCompilerError(
+            'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable'
+            ' CXX names it), or use executor="exact"'
+        ) from error
+
+
+@contextmanager
+def _in_windows(key: str) -> Iterator[None]:
+    """Let Inductor fuse no ops of two windows, and end each function of C++ with its window."""
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.virtualized import V
 
     class Windows(CustomGraphPass):
         """Changes nothing; its identity makes the windows part of the key of Inductor's cache."""
@@ -329,7 +362,7 @@ def compile_by_inductor(
     codegen_node = require(CppScheduling, "codegen_node")
 
     def codegen_in_window(self: Any, node: Any) -> None:
-        # all kernels of a C++ function get their buffers before it begins: a function ends with its window
+        # all kernels of a C++ function get their buffers before it begins
         scheduled = self.kernel_group.scheduled_nodes
         if scheduled and window_of(scheduled[-1]) != window_of(node):
             scheduler = V.graph.scheduler
@@ -340,42 +373,29 @@ def compile_by_inductor(
             scheduler.buffer_names_to_free |= waiting
         codegen_node(self, node)
 
+    with (
+        config.patch(post_grad_custom_post_pass=Windows()),
+        V.set_choices_handler(Choices()),
+        mock.patch.object(CppScheduling, "codegen_node", codegen_in_window),
+    ):
+        yield
+
+
+def _with_loaders_that_remember() -> AbstractContextManager[Any]:
+    """Let Inductor write an op whose result is read twice in a loop once.
+
+    It writes two copies by itself, each with copies of the ops before: of a chain of n such ops, 2^n.
+    """
+    from torch._inductor.ir import Pointwise
+    from torch._inductor.utils import cache_on_self
+    from torch._inductor.virtualized import V
+
     make_loader = require(Pointwise, "make_loader")
 
     @cache_on_self
     def make_loader_once(self: Any) -> Callable[[Sequence[Any]], Any]:
-        # Of an op whose result is read twice in a loop, Inductor writes two copies, each with copies of the ops before:
-        # of a chain of n such ops, 2^n
         load = make_loader(self)
         cached = functools.cache(lambda _, *index: load(list(index)))
         return lambda index: cached(V.get_ops_handler(), *index)
 
-    mode = fake_mode_of(examples)
-    options = {
-        "allow_buffer_reuse": False,
-        # it copies the inputs of convolutions into another layout
-        "layout_optimization": False,
-        "reorder_for_peak_memory": False,
-        "post_grad_custom_post_pass": Windows(),
-    }
-    if reads_codes:
-        # A reading of a code is computed in each kernel that needs it. By default a reading would be written once in
-        # float32: four times the bytes of a code.
-        options |= {"realize_opcount_threshold": 100, "realize_reads_threshold": 6}
-    try:
-        with (
-            V.set_fake_mode(mode),
-            torch._guards.tracing(torch._guards.TracingContext(mode)),
-            V.set_choices_handler(Choices()),
-            config.patch(options),
-            # Inductor caches no graph without one
-            mock.patch.object(mode, "shape_env", ShapeEnv()),
-            mock.patch.object(CppScheduling, "codegen_node", codegen_in_window),
-            mock.patch.object(Pointwise, "make_loader", make_loader_once),
-        ):
-            return compile_fx_inner(module, examples, is_backward=is_backward)
-    except exc.InvalidCxxCompiler as error:
-        raise MissingCompilerError(
-            'executor="inductor" needs a C++ compiler, and none was found: install one (g++ or clang++; the variable'
-            ' CXX names it), or use executor="exact"'
-        ) from error
+    return mock.patch.object(Pointwise, "make_loader", make_loader_once)
