@@ -462,38 +462,35 @@ class PlannedGraph:
             )
 
     def _compile(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        plan, runner = self._compiled(variant.capture, variant.plan, tensors)
-        if plan.measured_ms is not None and _are_apart(plan.measured_ms, plan.planned.cost):
-            plan, runner = self._planned_again(plan, runner, arguments, tensors)
-        variant.plan = plan
+        made = self._compiled(variant, tensors)
+        if made.plan.measured_ms is not None and _are_apart(made.plan.measured_ms, made.plan.planned.cost):
+            made = self._planned_again(made, arguments, tensors)
+        variant.plan = made.plan
         # last: other threads run the step as soon as there is a runner
-        variant.runner = runner
+        variant.runner = made.runner
 
-    def _planned_again(
-        self, plan: CheckpointPlan, runner: Runner, arguments: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> tuple[CheckpointPlan, Runner]:
-        """Time ops anew; if they take another time, plan the step once more, and return the faster plan."""
+    def _planned_again(self, made: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> Variant:
+        """Time ops anew; if they take another time, plan the step once more, and return the faster variant."""
         forget_times()
+        plan = made.plan
         try:
             again = self._prepare(arguments, tensors)
         except InfeasibleBudgetError:
             again = None
         if again is None or not _are_apart(again.plan.planned.cost, plan.planned.cost):
-            return plan, runner
+            return made
         if again.plan.schedule.order == plan.schedule.order:
-            return replace(plan, graph=again.plan.graph, planned=again.plan.planned), runner
-        new, new_runner = self._compiled(again.capture, again.plan, tensors)
-        new = replace(new, eager_peak_bytes=plan.eager_peak_bytes)
-        return min((new, new_runner), (plan, runner), key=lambda each: each[0].measured_ms or math.inf)
+            return replace(made, plan=replace(plan, graph=again.plan.graph, planned=again.plan.planned))
+        again.plan = replace(again.plan, eager_peak_bytes=plan.eager_peak_bytes)
+        return min(self._compiled(again, tensors), made, key=lambda each: each.plan.measured_ms or math.inf)
 
-    def _compiled(
-        self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
-    ) -> tuple[CheckpointPlan, Runner]:
-        plan, program = self._program(capture, plan, tensors)
+    def _compiled(self, variant: Variant, tensors: Sequence[Tensor]) -> Variant:
+        capture = variant.capture
+        plan, program = self._program(capture, variant.plan, tensors)
         if self._group.options.costs == "ms" and is_measurable(capture):
             plan = replace(plan, measured_ms=measured_ms(capture, program, tensors))
             _logger.info("a step takes %.1f ms, and %.1f ms are predicted", plan.measured_ms, plan.planned.cost)
-        return plan, Runner(capture, program, self, self._take_all_gradients)
+        return Variant(capture, plan, Runner(capture, program, self, self._take_all_gradients))
 
     def _program(
         self, capture: Capture, plan: CheckpointPlan, tensors: Sequence[Tensor]
