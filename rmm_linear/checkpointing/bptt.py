@@ -36,9 +36,8 @@ from rmm_linear.errors import DoubleBackwardError, first_line
 from rmm_linear.memory import SavedTensors
 from rmm_linear.memory.unchanged import buffers_of, changed_buffers, unchanged
 from rmm_linear.paging import Pager, pager_for
-from rmm_linear.planning.bencheikh2024_double import check as check_spacing
-from rmm_linear.planning.bencheikh2024_double import spacing_for_bytes
-from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning import bencheikh2024_double as double
+from rmm_linear.planning.bptt_plan import BPTTPlan, plain_bytes, plan_for_bytes, plan_for_slots, plan_of
 from rmm_linear.planning.graph import reached
 from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
 
@@ -138,7 +137,7 @@ def bptt_checkpoint(
         raise ValueError(f"slots={slots!r} goes without page_to: pass memory, or host_every and local_every")
     spacing = None if host_every is None or local_every is None else (host_every, local_every)
     if spacing is not None:
-        check_spacing(*spacing)
+        double.check(*spacing)
     is_share = isinstance(memory, float) and 0 < memory <= 1
     is_size = isinstance(memory, int) and not isinstance(memory, bool) and memory > 0
     if memory is not None and not is_share and not is_size:
@@ -157,7 +156,8 @@ def bptt_checkpoint(
     elif pager is None:
         run.plan = plan_for_bytes(run.steps, budget, sizes, strategy=strategy)
     else:
-        run.plan = plan_double(run.steps, *(spacing or spacing_for_bytes(budget, run.steps, sizes)), sizes)
+        spacing = spacing or double.spacing_for_bytes(budget, run.steps, sizes)
+        run.plan = plan_of(double.actions(run.steps, *spacing), run.steps, sizes)
     returned = _BPTT.apply(run, len(leaves), inputs, *leaves, *needed)
     outputs, final = returned[: -len(leaves)], returned[-len(leaves) :]
     return pytree.tree_unflatten(list(outputs), run.output_structure), pytree.tree_unflatten(list(final), structure)

@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from rmm_linear.errors import InfeasibleBudgetError
-from rmm_linear.planning import bencheikh2024_double as double
 from rmm_linear.planning.strategies import griewank2000_revolve as revolve
 from rmm_linear.planning.strategies import gruslys2016_bptt as gruslys
 from rmm_linear.planning.strategies.chain_reversal import Action, StepBytes
@@ -152,11 +151,6 @@ def plan_for_bytes(steps: int, budget_bytes: int, sizes: StepBytes, *, strategy:
     # a place of mixed states is a part of the budget, rounded: where that is too coarse, one of the two alone is better
     others = [plan_for_bytes(steps, budget_bytes, sizes, strategy=kind) for kind in _PURE]
     return min((best, *others), key=lambda plan: (plan.forward_steps, plan.peak_bytes))
-
-
-def plan_double(steps: int, host_every: int, local_every: int, sizes: StepBytes) -> BPTTPlan:
-    """Return the plan of double checkpointing; see `bencheikh2024_double.actions`."""
-    return plan_of(double.actions(steps, host_every, local_every), steps, sizes)
 
 
 def _plan(strategy: gruslys.Kind, steps: int, sizes: StepBytes, most: int, unit: int, slots: int) -> BPTTPlan:

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rmm_linear.checkpointing.bptt import bptt_checkpoint, step_bytes
 from rmm_linear.errors import DoubleBackwardError, InfeasibleBudgetError
-from rmm_linear.planning.bptt_plan import plan_double, plan_for_bytes, plan_for_slots
+from rmm_linear.planning.bencheikh2024_double import actions
+from rmm_linear.planning.bptt_plan import plan_for_bytes, plan_for_slots, plan_of
 from rmm_linear.planning.strategies.chain_reversal import StepBytes
 
 BATCH, FEATURES, HIDDEN = 3, 5, 7
@@ -153,7 +154,7 @@ def test_measured_memory_and_steps_equal_the_plan(name, strategy):
 def test_measured_memory_and_steps_of_double_checkpointing_equal_the_plan(name, spacing, tmp_path):
     options = dict(zip(("host_every", "local_every"), spacing, strict=True), page_to=tmp_path)
     # the instrument does not see states that a pager has made
-    check_memory_and_steps(name, lambda sizes: plan_double(40, *spacing, sizes), unseen_states=2, **options)
+    check_memory_and_steps(name, lambda sizes: plan_of(actions(40, *spacing), 40, sizes), unseen_states=2, **options)
 
 
 def check_memory_and_steps(name, planned_for, *, unseen_states=0, **options):

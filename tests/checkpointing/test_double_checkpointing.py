@@ -14,7 +14,7 @@ from rmm_linear.checkpointing.bptt import bptt_checkpoint, step_bytes
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.paging import FilePager, HostPager
 from rmm_linear.planning.bencheikh2024_double import actions, spacing_for_bytes
-from rmm_linear.planning.bptt_plan import plain_bytes, plan_double
+from rmm_linear.planning.bptt_plan import plain_bytes, plan_of
 from rmm_linear.planning.strategies.chain_reversal import StepBytes
 
 
@@ -53,7 +53,7 @@ def test_the_spacing_for_a_budget_keeps_it():
             assert refused.value.least_bytes == least
             continue
         spacing = spacing_for_bytes(budget, steps, sizes)
-        planned = plan_double(steps, *spacing, sizes)
+        planned = plan_of(actions(steps, *spacing), steps, sizes)
         assert planned.peak_bytes <= budget
         assert planned.forward_steps == run_actions(planned.actions, steps).forward_steps
         kept += 1
@@ -61,7 +61,7 @@ def test_the_spacing_for_a_budget_keeps_it():
 
 
 def test_local_memory_does_not_grow_with_the_sequence():
-    peaks = {plan_double(steps, 50, 10, StepBytes(8, 30)).peak_bytes for steps in (150, 400, 10_000)}
+    peaks = {plan_of(actions(steps, 50, 10), steps, StepBytes(8, 30)).peak_bytes for steps in (150, 400, 10_000)}
     assert len(peaks) == 1
 
 
@@ -72,7 +72,7 @@ def test_a_hundred_thousand_steps_take_the_memory_of_a_thousand(tmp_path):
     inputs, state = torch.randn(steps, 1, 2), torch.zeros(1, 3)
     sizes = step_bytes(cell, inputs[0], state)
     budget = plain_bytes(1000, sizes)
-    found = plan_double(steps, *spacing_for_bytes(budget, steps, sizes), sizes)
+    found = plan_of(actions(steps, *spacing_for_bytes(budget, steps, sizes)), steps, sizes)
     assert found.peak_bytes <= budget
     assert found.forward_steps <= 3 * steps
     reference = copy.deepcopy(cell)
