@@ -211,18 +211,19 @@ class Program:
     def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "deterministic_limit": deterministic_limit}
         # workers that wait for each other find the same plan each time
-        found = search(self._cp, self._model, num_workers=8, interleave_search=True, **limits)
-        solver, self._bound = found.solver, found.solver.best_objective_bound
-        self.is_interrupted |= found.is_interrupted
-        if found.status in ("infeasible", "nothing"):
-            return "infeasible" if found.status == "infeasible" else "stopped", None
+        solver, found, is_interrupted = search(self._cp, self._model, num_workers=8, interleave_search=True, **limits)
+        self._bound = solver.best_objective_bound
+        self.is_interrupted |= is_interrupted
+        status = found if found in ("optimal", "infeasible") else "stopped"
+        if found in ("infeasible", "nothing"):
+            return status, None
         runs = [
             (solver.value(start), op)
             for op in range(len(self._graph.ops))
             for start, active in zip(self._start[op], self._active[op], strict=True)
             if solver.value(active)
         ]
-        return "optimal" if found.status == "optimal" else "stopped", tuple(op for _, op in sorted(runs))
+        return status, tuple(op for _, op in sorted(runs))
 
 
 class Moccasin(Strategy):
@@ -237,7 +238,6 @@ class Moccasin(Strategy):
     deterministic_limit: ClassVar[float] = 2.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose the best plan for some parts of the plain peak."""
         for budget_bytes in ladder(graph, _BUDGETS):
             found = self._solution(graph, budget_bytes, self._hint(graph, budget_bytes)[0])
             if found.order is not None:
