@@ -47,7 +47,6 @@ class Auto(Strategy):
     name: ClassVar[str] = "auto"
 
     def orders(self, graph: Graph) -> Iterable[Sequence[int]]:
-        """Propose to compute the forward pass again by segments, of several numbers."""
         return [_order_that_keeps(graph, kept) for kept in _crossing(graph)]
 
     def plan(self, graph: Graph, budget_bytes: int) -> Schedule:

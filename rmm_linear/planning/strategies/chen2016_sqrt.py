@@ -51,7 +51,6 @@ class ChenSqrt(Strategy):
     name: ClassVar[str] = "chen2016_sqrt"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose segments equal by count and by bytes, and greedy ones."""
         return orders_of_cuts(graph, _cuts(graph))
 
 

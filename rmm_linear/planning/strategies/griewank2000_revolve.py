@@ -102,7 +102,6 @@ class Revolve(Strategy):
     name: ClassVar[str] = "griewank2000_revolve"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose schedules for several numbers of stages and snapshots."""
         for view in chains_of(graph):
             stages = len(view.stages)
             for slots in some_counts(stages, all_up_to=_ALL_UP_TO, number=_SLOT_COUNTS):

@@ -168,7 +168,6 @@ class GruslysBPTT(Strategy):
     name: ClassVar[str] = "gruslys2016_bptt"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose schedules of all three kinds, for several numbers of stages and places."""
         for view in chains_of(graph):
             stages = len(view.stages)
             if stages < 2:

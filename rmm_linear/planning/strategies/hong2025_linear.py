@@ -141,7 +141,6 @@ class HongLinear(Strategy):
     name: ClassVar[str] = "hong2025_linear"
 
     def orders(self, graph: Graph) -> Iterator[Sequence[int]]:
-        """Propose optimal segments for a sweep of caps."""
         return orders_of_cuts(graph, _cuts(graph))
 
 

@@ -407,7 +407,6 @@ class Checkmate(Strategy):
     program: ClassVar[type[Program]] = Program
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose the best plan for some parts of the plain peak."""
         program = self.program(graph)
         for budget_bytes in ladder(graph, _BUDGETS):
             found = program.solve(budget_bytes, time_limit_s=self.time_limit_s)
@@ -431,7 +430,6 @@ class CheckmateRounding(Strategy):
     time_limit_s: ClassVar[float] = 20.0
 
     def orders(self, graph: Graph) -> Iterator[tuple[int, ...]]:
-        """Propose rounded solutions, for parts of the plain peak and several thresholds."""
         program = Program(graph)
         for budget_bytes in ladder(graph, _BUDGETS_ROUNDED):
             bound, orders = program.relaxed(budget_bytes, self.time_limit_s)

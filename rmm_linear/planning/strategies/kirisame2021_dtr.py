@@ -249,7 +249,6 @@ class Dtr(Strategy):
     neighbourhood: ClassVar[type[Neighbourhood]] = ExactNeighbourhood
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose the policy's orders at each of many budgets."""
         return orders_of_runs(graph, lambda budget_bytes: OnlineRun(graph, budget_bytes, self.neighbourhood(graph)))
 
 

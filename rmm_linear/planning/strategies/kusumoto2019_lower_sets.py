@@ -294,7 +294,6 @@ class Kusumoto2019Exact(Strategy):
     caps: ClassVar[int] = 24
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose the time-centric and the memory-centric plan of each cap."""
         if graph.forward_count == 0:
             return
         nodes = NodeGraph.of_forward(graph)

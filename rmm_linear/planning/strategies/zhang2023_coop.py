@@ -143,5 +143,4 @@ class Coop(Strategy):
     name: ClassVar[str] = "zhang2023_coop"
 
     def orders(self, graph: Graph) -> Iterator[list[int]]:
-        """Propose the policy's orders in arenas of many sizes."""
         return orders_of_runs(graph, lambda arena_bytes: CoopRun(graph, arena_bytes))
