@@ -1,6 +1,5 @@
 """Chooses by a linear program which tensors of a step are coded, and which tensors are computed again."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from rmm_linear.compiler.joint_graph import Capture
@@ -50,8 +49,21 @@ class PartialCoding:
 
 
 def _prices(exact: Capture, coded: Capture, bits: Bits, costs: _Costs) -> dict[str, float]:
-    uncoded_cost = _uncoded_cost(exact, bits, costs)
-    prices = dict(_prices_of_kinds(exact, coded, bits, costs, uncoded_cost))
+    assert exact.rewritten is not None
+    uncoded_cost, tensors = _uncoded_cost(exact, bits, costs), coded.coding.coded
+    alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
+    prices: dict[str, float] = {}
+    for kind in dict.fromkeys(tensor.kind for tensor in tensors):
+        own = [tensor for tensor in tensors if tensor.kind == kind]
+        # a code may free memory together with others alone
+        price = (coded.graph.cost - uncoded_cost) / sum(tensor.tensor_bytes for tensor in tensors)
+        largest = max((each for each in own if each.name in alone), key=lambda each: each.tensor_bytes, default=None)
+        if largest is not None:
+            one = largest.name, largest.bits
+            if one not in costs:
+                costs[one] = exact.rewritten(replace(bits, only=frozenset([largest.name])), None).graph.cost
+            price = (costs[one] - uncoded_cost) / largest.tensor_bytes
+        prices |= {tensor.name: max(0.0, price) * tensor.tensor_bytes for tensor in own}
     # codes may share ops
     extra_cost = max(0.0, coded.graph.cost - uncoded_cost)
     share = min(1.0, extra_cost / (sum(prices.values()) or 1.0))
@@ -66,22 +78,3 @@ def _uncoded_cost(exact: Capture, bits: Bits, costs: _Costs) -> float:
     if ("", 0) not in costs:
         costs["", 0] = exact.rewritten(replace(bits, only=frozenset()), None).graph.cost
     return costs["", 0]
-
-
-def _prices_of_kinds(
-    exact: Capture, coded: Capture, bits: Bits, costs: _Costs, plain_cost: float
-) -> Iterator[tuple[str, float]]:
-    assert exact.rewritten is not None
-    tensors = coded.coding.coded
-    alone = {memory.codes[0] for memory in coded.coding.freed if len(memory.codes) == 1}
-    for kind in dict.fromkeys(tensor.kind for tensor in tensors):
-        own = [tensor for tensor in tensors if tensor.kind == kind]
-        # a code may free memory together with others alone
-        price = (coded.graph.cost - plain_cost) / sum(tensor.tensor_bytes for tensor in tensors)
-        largest = max((each for each in own if each.name in alone), key=lambda each: each.tensor_bytes, default=None)
-        if largest is not None:
-            one = largest.name, largest.bits
-            if one not in costs:
-                costs[one] = exact.rewritten(replace(bits, only=frozenset([largest.name])), None).graph.cost
-            price = (costs[one] - plain_cost) / largest.tensor_bytes
-        yield from ((tensor.name, max(0.0, price) * tensor.tensor_bytes) for tensor in own)

@@ -32,14 +32,10 @@ def candidates(step: Step, bits: int) -> Iterator[Rewrite]:
     """Find norms whose backward passes can read codes."""
     for read in step.reads:
         if read.reader.target is aten.native_layer_norm_backward.default and read.source is read.reader.args[1]:
-            norm = _layer_norm(step, read, bits)
-            if norm is not None:
-                yield norm
+            yield from _layer_norm(step, read, bits)
     for node in step.joint.graph.nodes:
         if node.target is aten.mul.Tensor and node not in step.gradients and step.is_float(node):
-            found = _rms_norm(step, node, bits)
-            if found is not None:
-                yield found
+            yield from _rms_norm(step, node, bits)
 
 
 @dataclass(eq=False)
@@ -130,39 +126,34 @@ class RMSNorm(Rewrite):
         editor.replace(reader, editor.insert(_difference, product, made[square.chain[-1]], made[source], **where))
 
 
-def _layer_norm(step: Step, read: Read, bits: int) -> LayerNorm | None:
+def _layer_norm(step: Step, read: Read, bits: int) -> Iterator[LayerNorm]:
     x, mean, rstd = read.source, node_at(read.reader, 3), node_at(read.reader, 4)
     norm = node_at(rstd, 0) if rstd.target is operator.getitem else rstd
     is_known = norm.target is aten.native_layer_norm.default and {0, 1, 2} <= {user.args[1] for user in norm.users}
     # statistics over several dimensions are no statistics of a row
     if not is_known or node_at(norm, 0) is not x or len(read.reader.args[2]) != 1 or not step.is_float(x):  # type: ignore[arg-type]
-        return None
+        return
     shape = Shape.of(torch.empty(shape_of(x), dtype=x.meta["val"].dtype, device="meta"))
-    if shape is None:
-        return None
-    return LayerNorm(Code(x, "norm", bits, shape), [read, Read(read.reader, mean)], norm=norm)
+    if shape is not None:
+        yield LayerNorm(Code(x, "norm", bits, shape), [read, Read(read.reader, mean)], norm=norm)
 
 
-def _rms_norm(step: Step, node: fx.Node, bits: int) -> RMSNorm | None:
+def _rms_norm(step: Step, node: fx.Node, bits: int) -> Iterator[RMSNorm]:
     if len(node.all_input_nodes) != 2 or node.kwargs:
-        return None
+        return
     x, scale = node_at(node, 0), node_at(node, 1)
     if shape_of(x)[-1:] == (1,):
         x, scale = scale, x
     shape = Shape.of(node.meta["val"])
     is_scaled = shape_of(scale) == (*shape_of(x)[:-1], 1) and shape_of(x) == shape_of(node) and shape_of(x)[-1] > 1
     if not _is_divisor(scale) or shape is None or not is_scaled or not step.is_float(x) or not step.memories(x):
-        return None
+        return
     reads = [read for read in step.reads if _linear_chain(read.source, x) is not None]
     squares = [square for read in reads if (square := _square(step, read, reads)) is not None]
-    if not squares:
-        return None
     serves = list(dict.fromkeys(read for square in squares for read in (square.first, square.second)))
-    firsts = [square.first for square in squares]
     # a sum that two products read has two covariances
-    if len(set(firsts)) < len(firsts):
-        return None
-    return RMSNorm(Code(node, "norm", bits, shape), serves, x=x, scale=scale, squares=squares)
+    if squares and len({square.first for square in squares}) == len(squares):
+        yield RMSNorm(Code(node, "norm", bits, shape), serves, x=x, scale=scale, squares=squares)
 
 
 def _is_divisor(scale: fx.Node) -> bool:
