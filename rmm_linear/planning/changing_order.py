@@ -8,7 +8,7 @@ are far enough apart for many others to come between two.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from rmm_linear.planning.graph import Graph, Op
+from rmm_linear.planning.graph import Graph
 from rmm_linear.planning.simulate import bytes_of_order
 
 # Between two keys, at the beginning.
@@ -37,7 +37,11 @@ class ChangingOrder:
         self._graph, self._budget_bytes = graph, budget_bytes
         self._outputs = frozenset(graph.outputs)
         self._result_writers = {graph.writer[index] for index in graph.results}
-        self._touched = [self._touched_by(op) for op in graph.ops]
+        # the storages whose time in memory depends on when an op runs
+        self._touched = [
+            dict.fromkeys((*op.reads, *op.writes, *(index for index in op.holds_back if index in graph.freed)))
+            for op in graph.ops
+        ]
         self.keys = [place * _GAP for place in range(1, len(order) + 2)]
         self.op_at = dict(zip(self.keys, (*order, _NOTHING), strict=True))
         self.during = [*bytes_of_order(graph, order), sum(graph.sizes[index] for index in self._outputs)]
@@ -151,11 +155,6 @@ class ChangingOrder:
             if index in self._graph.ops[op].reads:
                 return True
         return index in self._outputs
-
-    def _touched_by(self, each: Op) -> dict[int, None]:
-        """The storages whose time in memory depends on when an op runs."""
-        held = (index for index in each.holds_back if index in self._graph.freed)
-        return dict.fromkeys((*each.reads, *each.writes, *held))
 
     def _end(self) -> int:
         firsts = [self.runs[op][:1] for op in self._result_writers]
