@@ -12,7 +12,8 @@ The diagonal of S S^T is 1 in every draw, and the signs make different pairs unc
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -49,18 +50,15 @@ class Hadamard(ObliviousSketch):
     `rows` rows form K = ceil(rows / 64) blocks (block k holds rows k, k + K, k + 2K, ...). Of each block,
     p = floor(ratio * rows / K) combinations are kept, at least one: in all at most round(ratio * rows) rows,
     and 6 of 64 for a ratio of 0.1. Below a ratio of 1/32 the blocks are larger, 2 / ratio rounded up to a power of 2.
-
-    Attributes:
-        block: The most rows of a block.
     """
 
-    block: int = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "hadamard"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @cached_property
+    def block(self) -> int:
+        """The most rows of a block."""
         needed = -(-2 * self.denominator // self.numerator)
-        object.__setattr__(self, "block", max(_BLOCK, 1 << (needed - 1).bit_length()))
+        return max(_BLOCK, 1 << (needed - 1).bit_length())
 
     def geometry(self, rows: int) -> tuple[int, int]:
         """Return the number of blocks and the kept combinations of each; `rows` may be a SymInt."""
