@@ -105,7 +105,12 @@ class _Writer:
         self._read: set[fx.Node] = set()
         self._constants_read: dict[str, Tensor] = {}
         self._sources = sources_of(capture)
-        self._gradients = self._gradients_by_storage()
+        # inputs that have a gradient, by the storage that it lies in; None for gradients outside of the budget
+        self._gradients: dict[int | None, list[int]] = {}
+        for place, node in enumerate(capture.gradients):
+            if node is not None:
+                storages, _ = self._lies_in(node)
+                self._gradients.setdefault(next(iter(storages), None), []).append(place)
         times = Counter(schedule.order)
         ops = capture.graph.runnable
         self._times_left = {op: count for op, count in times.items() if count > 1 and ops[op].is_random}
@@ -149,15 +154,6 @@ class _Writer:
         exec(compile(f"{forward}\n\n{backward}", "<schedule>", "exec"), self._globals)
         constants = tuple(self._constants_read.values())
         return Program(self._globals["forward"], self._globals["backward"], tuple(parts), shared, constants)
-
-    def _gradients_by_storage(self) -> dict[int | None, list[int]]:
-        """Inputs that have a gradient, by the storage that it lies in; None for gradients outside of the budget."""
-        found: dict[int | None, list[int]] = {}
-        for place, node in enumerate(self._capture.gradients):
-            if node is not None:
-                storages, _ = self._lies_in(node)
-                found.setdefault(next(iter(storages), None), []).append(place)
-        return found
 
     def _parts(self, steps: Sequence[Step], first: int) -> list[Part]:
         order = self._schedule.order

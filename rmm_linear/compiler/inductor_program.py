@@ -115,7 +115,7 @@ def compiled_program(
     values = [node.meta["val"] for node in ordered.graph.nodes if node.op == "placeholder"]
     # Inductor's ops keep the order; nodes keep their step, and the ops that kernels are named by
     with fake_mode_of(values), fx.traceback.preserve_node_meta():
-        joint = make_fx(fx.Interpreter(ordered).run, decomposition_table=dict(decompositions()))(*values)
+        joint = make_fx(fx.Interpreter(ordered).run, decomposition_table=decompositions())(*values)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]

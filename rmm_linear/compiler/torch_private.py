@@ -9,7 +9,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -208,26 +208,18 @@ def line_of(stack: str) -> str:
     return "{}:{}: {}".format(*frames[-1]) if frames else ""
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions."""
+def decompositions(*, of_random_ops: bool = False) -> dict[Any, Callable[..., Any]]:
+    """Return Inductor's decompositions, or those alone of ops that draw random numbers."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
-
-
-def random_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return the decompositions of ops that draw random numbers."""
-    return {
-        op: function
-        for op, function in decompositions().items()
-        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-    }
+    table, random = select_decomp_table(), torch.Tag.nondeterministic_seeded
+    return {op: made for op, made in table.items() if not of_random_ops or random in getattr(op, "tags", ())}
 
 
 def draw_by_seeds(joint: fx.GraphModule) -> None:
     """Let random ops of a joint graph draw by seeds, and clear it of ops without effect, as Inductor does.
 
-    The graph was traced with `random_decompositions`, and is changed in place.
+    The graph was traced with the decompositions of random ops, and is changed in place.
     """
     from torch._inductor.fx_passes import joint_graph, post_grad, replace_random
     from torch._inductor.virtualized import V

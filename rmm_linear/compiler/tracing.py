@@ -30,9 +30,9 @@ from rmm_linear.compiler.torch_private import (
     aot_export_joint_with_descriptors,
     aot_options,
     compile_lock,
+    decompositions,
     draw_by_seeds,
     line_of,
-    random_decompositions,
     renew_values,
     require,
 )
@@ -311,7 +311,7 @@ def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_s
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(aot_options(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
-        table = random_decompositions() if draws_by_seeds else None
+        table = decompositions(of_random_ops=True) if draws_by_seeds else None
         joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
     if draws_by_seeds:
         draw_by_seeds(joint)
