@@ -46,7 +46,7 @@ from rmm_linear.config import RMMConfig, config_of
 from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 from rmm_linear.norm_cache import RowNorms
 from rmm_linear.padding import Look, RowsCheck, ValidRows, drawn_row, needed_check
-from rmm_linear.producers import is_free_to_keep
+from rmm_linear.producers import flattens_in_place, is_free_to_keep
 from rmm_linear.rows import NO_ROWS_KEPT, Layout, layout_of, split
 from rmm_linear.sharing import SharedSketch
 from rmm_linear.torch_private import is_batched, is_exporting, is_mapped, is_torch_func_active
@@ -354,20 +354,11 @@ def _check(
 def _is_column_major(x: Tensor) -> bool:
     """Tell whether autograd takes x, flattened to (rows, in) without a copy, for a matrix stored by columns."""
     # Autograd tests for strides of (1, rows), which a single row may have as well.
-    if x.dim() == 2:
-        return x.stride() == (1, x.shape[0])
     rows = x.numel() // max(1, x.shape[-1])
-    if rows == 1:
-        # flattened, a single row has strides (in, 1) times x.stride(-1)
-        return x.shape[-1] == 1 and x.stride(-1) == 1
-    if x.stride(-1) != rows:
+    if x.stride(-1) != rows or not flattens_in_place(x):
         return False
-    distance = 1
-    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size != 1 and stride != distance:
-            return False
-        distance *= size
-    return True
+    matrix = x if x.dim() == 2 else x.detach().view(-1, x.shape[-1])
+    return matrix.stride() == (1, rows)
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
