@@ -98,15 +98,14 @@ class _Recorder(WatchedModules):
     def read(self, outputs: Iterable[object]) -> None:
         """Set the operation and the role of each saved tensor from the graph."""
         made = [output.grad_fn for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
-        todo = list(dict.fromkeys([*made, *self._nodes]))
-        seen = set(todo)
+        todo, seen = [*made, *self._nodes], {None}
         self._nodes.clear()
         while todo:
             node = todo.pop()
-            for function, _ in node.next_functions:
-                if function is not None and function not in seen:
-                    seen.add(function)
-                    todo.append(function)
+            if node in seen:
+                continue
+            seen.add(node)
+            todo += (function for function, _ in node.next_functions)
             for attribute in dir(node):
                 if attribute.startswith("_saved_") or attribute == "saved_tensors":
                     op, role = _op_name(node.name()), attribute.removeprefix("_saved_")
