@@ -317,16 +317,12 @@ class _Again:
         for place in runner.only_updated:
             fresh[places[place]] = fresh[places[place]].clone()
         inputs = [argument for argument in fresh if isinstance(argument, Tensor)]
-        present = self.present_states()
-        try:
+        with torch.random.fork_rng(device.index for device in self._states if device.type == "cuda"):
             for device, state in self._states.items():
                 set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):
                 values = runner.again(*fresh)
             drawn = self.present_states()
-        finally:
-            for device, now in present.items():
-                set_random_state(now, device)
         if drawn != self.states_after:
             raise RuntimeError(
                 "a gradient arrived at a result beside the loss of a planned step, and plans for gradients of all"
