@@ -94,14 +94,9 @@ def crossing_bytes(graph: Graph) -> list[int]:
 
 def written_bytes(graph: Graph) -> list[int]:
     """Return the bytes of the storages that each forward op writes and a backward op reads."""
-    return [
-        sum(
-            graph.storages[index].size_bytes
-            for index in graph.ops[position].writes
-            if graph.readers[index] and graph.readers[index][-1] >= graph.forward_count
-        )
-        for position in range(graph.forward_count)
-    ]
+    count = graph.forward_count
+    is_read = [bool(readers) and readers[-1] >= count for readers in graph.readers]
+    return [sum(graph.sizes[index] for index in op.writes if is_read[index]) for op in graph.ops[:count]]
 
 
 def balanced_cuts(weights: Sequence[float], prices: Sequence[int], parts: int, *, slack: float) -> tuple[int, ...]:

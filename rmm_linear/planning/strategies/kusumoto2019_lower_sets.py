@@ -94,16 +94,11 @@ class NodeGraph:
         last_result = max((graph.writer[index] for index in graph.results), default=0)
         before = enumerate(graph.ops[:last_result])
         ordered |= {(position, last_result) for position, op in before if op.is_random or not op.is_recomputable}
+        is_read = [bool(readers) or index in outputs for index, readers in enumerate(graph.readers)]
+        ends = [graph.ops[group[-1]] for group in members]
         return cls(
             costs=tuple(sum(graph.ops[op].cost for op in group if graph.ops[op].is_recomputable) for group in members),
-            sizes=tuple(
-                sum(
-                    graph.storages[index].size_bytes
-                    for index in graph.ops[group[-1]].writes
-                    if graph.readers[index] or index in outputs
-                )
-                for group in members
-            ),
+            sizes=tuple(sum(graph.sizes[index] for index in end.writes if is_read[index]) for end in ends),
             edges=tuple(sorted(edges)),
             order_edges=tuple(sorted((numbers[root[u]], numbers[root[v]]) for u, v in ordered)),
             ops=tuple(map(tuple, members)),
