@@ -47,13 +47,7 @@ _INFEASIBLE = 2
 
 
 class Relaxed(NamedTuple):
-    """The solution of a linear program.
-
-    Attributes:
-        extra_cost: The least extra cost.
-        kept: Storages that are kept for more than a half.
-        coded: Names of the tensors that are coded, if only in part.
-    """
+    """The solution of a linear program: storages are kept for more than a half, and tensors coded if only in part."""
 
     extra_cost: float
     kept: set[int]

@@ -44,13 +44,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Proposal:
-    """An order of computations, with its peak and time.
-
-    Attributes:
-        peak_bytes: Its peak.
-        cost: Time of all its computations, in the graph's unit.
-        order: Indices of ops, with repetitions.
-    """
+    """An order of computations (indices of ops, with repetitions), with its peak, and its time in the graph's unit."""
 
     peak_bytes: int
     cost: float

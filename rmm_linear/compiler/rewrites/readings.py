@@ -136,10 +136,7 @@ class Readings:
 class Rewrite:
     """One code, and its reads by ops with a formula of their own; an op that is linear in the tensor needs no formula.
 
-    Attributes:
-        code: The code.
-        serves: The reads.
-        bias: A bound of the bias of the readings, see `rmm_linear.planning.coding.CodedTensor`.
+    `bias` is a bound of the bias of the readings, see `rmm_linear.planning.coding.CodedTensor`.
     """
 
     code: Code

@@ -22,12 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Read(NamedTuple):
-    """An op that depends on gradients reads a tensor that does not.
-
-    Attributes:
-        reader: The op.
-        source: The tensor: of the forward pass, or computed from such tensors in the backward pass.
-    """
+    """An op that depends on gradients reads a tensor of the forward pass, or one that is computed from such tensors."""
 
     reader: fx.Node
     source: fx.Node
