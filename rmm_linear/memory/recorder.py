@@ -21,20 +21,7 @@ from rmm_linear.convertible import why_not
 from rmm_linear.functional import compute_dtype
 from rmm_linear.layer import SketchedLayer, features, is_linear_layer, layer_input
 from rmm_linear.memory.kept import SavedTensors, WatchedModules, storages_of
-from rmm_linear.memory.report import (
-    CHECKPOINTED,
-    EVALUATING,
-    FROZEN,
-    INPUT_ROLES,
-    KEPT,
-    NO_GRADIENT,
-    PARAMETER,
-    SKETCHED,
-    Keeper,
-    KeptStorage,
-    LinearCall,
-    MemoryReport,
-)
+from rmm_linear.memory.report import INPUT_ROLES, Keeper, KeptStorage, LinearCall, MemoryReport, Status
 from rmm_linear.memory.unchanged import unchanged
 from rmm_linear.names import in_output_head, strip_wrappers
 from rmm_linear.producers import is_free_to_keep
@@ -142,7 +129,7 @@ class _Recorder(WatchedModules):
                     in_features=features(module)[0],
                     out_features=features(module)[1],
                     dtype=_name_of(dtype),
-                    status=KEPT if module.training else EVALUATING,
+                    status="kept" if module.training else "eval mode",
                     group=self._group_numbers.setdefault(group, len(self._group_numbers)),
                     stays=self._stays[module],
                     is_free=is_free_to_keep(x, dtype),
@@ -207,16 +194,16 @@ class _Recorder(WatchedModules):
         )
 
     @staticmethod
-    def _status(call: _Call, number: int, inputs: dict[int, int | None]) -> str:
+    def _status(call: _Call, number: int, inputs: dict[int, int | None]) -> Status:
         if not call.trains:
-            return FROZEN
+            return "frozen"
         if not call.wants_gradient:
-            return NO_GRADIENT
+            return "no gradient"
         if call.packs == 0:
-            return CHECKPOINTED
+            return "checkpointed"
         if number in inputs:
-            return PARAMETER if call.known.status == KEPT and inputs[number] is None else call.known.status
-        return SKETCHED if isinstance(call.module, SketchedLayer) else NO_GRADIENT
+            return "parameter" if call.known.status == "kept" and inputs[number] is None else call.known.status
+        return "sketched" if isinstance(call.module, SketchedLayer) else "no gradient"
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,8 +26,7 @@ from rmm_linear.tables import aligned
 # The names by which a linear layer's product saves its input, by the operation that computes the product.
 INPUT_ROLES = ("mat1", "self", "input")
 # Statuses of a linear layer's call.
-KEPT, SKETCHED, FROZEN, CHECKPOINTED, NO_GRADIENT = "kept", "sketched", "frozen", "checkpointed", "no gradient"
-EVALUATING, PARAMETER = "eval mode", "parameter"
+Status = Literal["kept", "sketched", "frozen", "checkpointed", "no gradient", "eval mode", "parameter"]
 LINEAR_INPUTS = "inputs of linear layers alone"
 # The most layers, operations and modules that a report prints.
 _PRINTED = 12
@@ -99,7 +98,7 @@ class LinearCall:
     in_features: int
     out_features: int
     dtype: str
-    status: str
+    status: Status
     storage: int | None = None
     weight_copy: int | None = None
     group: int = 0
@@ -114,7 +113,7 @@ class LinearCall:
     def is_sketched_by(self, config: RMMConfig) -> bool:
         """Tell whether a configuration would sketch this input: it is kept, not for free, and has enough rows."""
         kept = min(self.rows, self.sequences * len(config.keep_tokens))
-        return self.status in (KEPT, PARAMETER) and not self.is_free and config.sketches(self.rows, kept)
+        return self.status in ("kept", "parameter") and not self.is_free and config.sketches(self.rows, kept)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ class MemoryReport:
         ran = {call.layer for call in self.linears}
         if unknown := [name for name in configs if name not in ran]:
             raise ValueError(f"layers={unknown} did not run; pass names of layers that ran: {listed(sorted(ran))}")
-        if sketched := [call.layer for call in self.linears if call.layer in configs and call.status == SKETCHED]:
+        if sketched := [call.layer for call in self.linears if call.layer in configs and call.status == "sketched"]:
             raise ValueError(
                 f"{sketched[0]!r} was sketched when it was profiled, and the bytes of its exact input are not known;"
                 " call revert_linears(model) and profile the model again"
@@ -178,8 +177,8 @@ class MemoryReport:
         for number, call in enumerate(sketched):
             config = configs[call.layer]
             sketches[(call.group, config) if config.share_sketch else number] = call.saved_bytes(config)
-        inputs = {call.storage for call in sketched if call.status == KEPT}
-        inputs -= {call.storage for call in exact if call.status == KEPT}
+        inputs = {call.storage for call in sketched if call.status == "kept"}
+        inputs -= {call.storage for call in exact if call.status == "kept"}
         freed = {place for place in inputs if place is not None and self._is_own(place)}
         # a sketched layer saves its uncast weight, and casts it again in the backward pass
         copies = {call.weight_copy for call in sketched} - {call.weight_copy for call in exact}
@@ -200,7 +199,7 @@ class MemoryReport:
         return found
 
     def _why_no_gain(self, call: LinearCall, configs: Mapping[str, RMMConfig]) -> str | None:
-        if call.status != KEPT or call.storage is None:
+        if call.status != "kept" or call.storage is None:
             return _STATUS_WORDS.get(call.status, "it keeps no input")
         others = f"{', '.join(self.others(call))} keeps its input as well"
         if call.is_free:
@@ -238,7 +237,7 @@ class MemoryReport:
         return next(iter(self._others(place)), keeper.op or keeper.kind)
 
     def _is_own(self, place: int) -> bool:
-        names = {call.layer for call in self.linears if call.status == KEPT and call.storage == place}
+        names = {call.layer for call in self.linears if call.status == "kept" and call.storage == place}
         return bool(names) and all(_is_linear_input(keeper, names) for keeper in self.storages[place].keepers)
 
     def others(self, call: LinearCall) -> tuple[str, ...]:
@@ -289,7 +288,7 @@ def _layer_lines(report: MemoryReport) -> list[str]:
     half = RMMConfig(ratio=0.5)
     found: dict[tuple[str, ...], list[int]] = {}
     for calls in _units(report):
-        kept = [call for call in calls if call.status == KEPT]
+        kept = [call for call in calls if call.status == "kept"]
         if kept:
             others = list(dict.fromkeys(op for call in kept for op in report.others(call)))
             why = f"also kept by {', '.join(others)}" if others else "kept for the weight gradient alone"
@@ -322,20 +321,20 @@ def _units(report: MemoryReport) -> list[list[LinearCall]]:
     of_storage: dict[int, object] = {}
     for call in report.linears:
         key: object = (call.status, call.rows)
-        if call.status == KEPT and call.storage is not None:
+        if call.status == "kept" and call.storage is not None:
             # the key of an earlier call that keeps this storage, or else the call's own group
             key = of_storage.setdefault(call.storage, call.group)
         units.setdefault(key, []).append(call)
     return list(units.values())
 
 
-_STATUS_WORDS = {
-    SKETCHED: "sketched",
-    FROZEN: "its weight is frozen: keeps nothing",
-    CHECKPOINTED: "checkpointed: keeps nothing",
-    NO_GRADIENT: "no gradient is wanted, or a reentrant checkpoint runs it again: keeps nothing",
-    EVALUATING: "in eval mode, where it stays exact",
-    PARAMETER: "its input is a parameter, which lives anyway",
+_STATUS_WORDS: Mapping[Status, str] = {
+    "sketched": "sketched",
+    "frozen": "its weight is frozen: keeps nothing",
+    "checkpointed": "checkpointed: keeps nothing",
+    "no gradient": "no gradient is wanted, or a reentrant checkpoint runs it again: keeps nothing",
+    "eval mode": "in eval mode, where it stays exact",
+    "parameter": "its input is a parameter, which lives anyway",
 }
 
 
