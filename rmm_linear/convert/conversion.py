@@ -113,8 +113,7 @@ def convert_linears(
                 setattr(layer.module, LEFT_EXACT, useless[layer.name])
         else:
             for exact in convertible_classes():
-                if isinstance(layer.module, exact) and not isinstance(layer.module, SketchedLayer):
-                    _swap(layer.module, exact, sketched_class(exact))
+                _swap(layer.module, exact, sketched_class(exact))
             layer.module.rmm_config = wanted  # type: ignore[assignment]
     watch_adapted_layers(model)
     unusual = [other for other in others if selection.is_meant(other[0])]
