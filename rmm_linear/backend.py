@@ -97,7 +97,6 @@ class use_kernels:  # noqa: N801  called like a function, as torch.set_grad_enab
         """Do nothing: `__init__` has made the choice."""
 
     def __exit__(self, *error: object) -> None:
-        """Restore the former choice."""
         _state.choice = self._before
 
 

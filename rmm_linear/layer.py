@@ -116,7 +116,6 @@ class RMMLinear(SketchedLayer, nn.Linear):
         return self._sketched(input, self.weight)
 
     def extra_repr(self) -> str:
-        """Return the layer's line in `print(model)`."""
         return f"{super().extra_repr()}, {self._describe_config()}"
 
 

@@ -96,7 +96,6 @@ class RMSNorm(Rewrite):
         return {self.code.node: self.code.read, self.x: self._input}
 
     def are_joint(self, first: fx.Node, last: fx.Node) -> bool:
-        """Tell whether two readers are the products of one square."""
         return any((square.first.reader, square.second.reader) == (first, last) for square in self.squares)
 
     def _input(self, editor: Editor, before: fx.Node) -> fx.Node:

@@ -63,7 +63,6 @@ class ExactNeighbourhood(Neighbourhood):
         self._known: dict[int, float] = {}
 
     def cost(self, index: int) -> float:
-        """Return the cost of the ops that compute them."""
         if index not in self._known:
             found = self._reached(index, self._before) | self._reached(index, self._after)
             ops = {self._graph.writer[other] for other in found} - {self._graph.writer[index]}
@@ -110,7 +109,6 @@ class UnionFind(Neighbourhood):
         return sorted({self._root(self._set_of[other]) for other in near})
 
     def cost(self, index: int) -> float:
-        """Return the sum of the components that touch it."""
         return sum(self._sum[root] for root in self._roots_around(index))
 
     def evict(self, index: int) -> None:
