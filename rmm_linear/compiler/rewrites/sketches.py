@@ -78,19 +78,16 @@ class Sketch:
         made: dict[fx.Node, fx.Node] = {}
         for view in reversed(views):
             made[view] = x = editor.copy(view, made, **where)
-        self._made = self._sketched(x, editor, where)
+        self._made = editor.insert(_compressed, x, self.seed, **self._how, **where)
 
     def replace(self, reader: fx.Node, editor: Editor) -> None:
         """Let a product read the sketch of x; products come in the order of the graph, and read x as is then known."""
         first, second = node_at(reader, 0), node_at(reader, 1)
         x, gradient = (first, second) if self.is_transposed else (second, first)
         if self._made is None:
-            self._made = self._sketched(x, editor, {"before": reader})
+            self._made = editor.insert(_compressed, x, self.seed, before=reader, **self._how)
         options = {"dtype": reader.meta["val"].dtype, **self._how}
         editor.replace(reader, editor.insert(_product, gradient, self.seed, self._made, before=reader, **options))
-
-    def _sketched(self, x: fx.Node, editor: Editor, where: dict[str, Any]) -> fx.Node:
-        return editor.insert(_compressed, x, self.seed, **self._how, **where)
 
     @property
     def _how(self) -> dict[str, Any]:
