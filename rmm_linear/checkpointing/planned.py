@@ -90,7 +90,7 @@ class PlannedStep:
         # `is_compiling` is true in all threads while one thread compiles
         if not is_trained or torch.compiler.is_dynamo_compiling() or is_transforming():
             return self._function(*args, **kwargs)
-        if (reason := hindrance()) is not None:
+        if (reason := hindrance(self._model)) is not None:
             self._warn(reason)
             return self._function(*args, **kwargs)
         runs, reasons = self.group.runs, reasons_of_breaks() if self.reason is None else {}
@@ -124,7 +124,7 @@ class PlannedStep:
             InfeasibleBudgetError: If no schedule fits.
             NothingToTrainError: If no returned tensor requires a gradient.
         """
-        if (reason := hindrance()) is not None:
+        if (reason := hindrance(self._model)) is not None:
             raise CaptureError(f"the step can't be captured now: {reason}")
         self.group.capture_only = True
         try:
@@ -158,10 +158,7 @@ class PlannedStep:
         self.reason = self.reason or reason
         if what not in self._told:
             self._told.add(what)
-            warnings.warn(
-                f"a step of {type(self._model).__name__} {what}: {_shortened(reason)}",
-                stacklevel=3,
-            )
+            warnings.warn(f"a step of {type(self._model).__name__} {what}: {_shortened(reason)}", stacklevel=3)
 
 
 def _shortened(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 
 from rmm_linear.errors import CaptureError, MissingCompilerError
@@ -147,7 +147,7 @@ def dynamo_options() -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(**options)
 
 
-def hindrance() -> str | None:
+def hindrance(model: nn.Module) -> str | None:
     """Tell why torch.compile would trace nothing at present, or leave hooks out; None if it traces a whole step."""
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -162,6 +162,8 @@ def hindrance() -> str | None:
         return "torch.compile is switched off (by TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE)"
     if require(torch.nn.modules.module, "_has_any_global_hook")():
         return "hooks of all modules are registered (as by register_module_forward_hook), which plans do not notice"
+    if any(module._backward_hooks or module._backward_pre_hooks for module in model.modules()):
+        return "backward hooks of modules are registered (as by register_full_backward_hook), which break graphs"
     return None
 
 

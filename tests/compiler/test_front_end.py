@@ -209,11 +209,25 @@ def test_hooks_of_all_modules_that_are_registered_later_run_with_one_warning():
     assert planned_runs(model) == 1
 
 
+def test_a_step_with_a_backward_hook_runs_as_written_and_by_its_plan_once_the_hook_is_removed():
+    plain, model, calls = make(), planned(make()), []
+    expected = step(plain)
+    for register in (model.layer.register_full_backward_hook, model.layer.register_full_backward_pre_hook):
+        runs, hook = planned_runs(model), register(lambda *_: calls.append(1))
+        model._compiled_call_impl._told.clear()
+        with pytest.warns(UserWarning, match="ran as written, outside of the budget: backward hooks of modules"):
+            assert_equal(step(model), expected)
+        hook.remove()
+        assert_equal(step(model), expected)
+        assert planned_runs(model) == runs + 1
+    assert calls == [1, 1]
+
+
 def test_a_step_that_is_whole_again_has_the_whole_budget():
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))]
     model = nn.Sequential(*layers)
     planned_for(model, X, "1MiB")
-    hook = model[3].register_full_backward_hook(lambda *_: None)
+    hook = model[3].register_forward_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.warns(UserWarning, match="no longer one graph"):
         model(X).sum().backward()
     hook.remove()
