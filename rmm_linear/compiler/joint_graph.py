@@ -156,7 +156,7 @@ def read_joint_graph(
         )
         try:
             return reading.capture(bits, sketch, has_same_backward=has_same_backward, rewritten=read)
-        except ValueError:
+        except (ValueError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise CaptureError(

@@ -156,6 +156,15 @@ def test_an_op_that_fails_on_random_numbers_is_priced_by_its_bytes(body):
     assert all(op.cost > 0 for op in graph.ops)
 
 
+def test_an_op_that_is_timed_without_memory_raises_its_own_error(monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(costs, "_measured_ms", fail)
+    with pytest.raises(MemoryError):
+        graph_of("ms")
+
+
 def test_the_backward_pass_of_an_lstm_is_not_timed(monkeypatch):
     timed = []
     monkeypatch.setattr(costs, "_measured_ms", lambda node, *_: timed.append(str(node.target)) or 1.0)
