@@ -1,6 +1,7 @@
 """A training step as rewrites see it: which ops of the backward pass read which tensors of the forward pass."""
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
@@ -14,10 +15,13 @@ from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 from rmm_linear.planning.graph import reached
 
-# Linear in a gradient, though autograd saves it for its shape, or for a derivative by another argument.
-_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "put", "take"}
-# Not linear, though autograd takes their slopes for constant.
-_STEPS = {"sign", "sgn", "round", "floor", "ceil", "trunc", "frac", "fmod", "remainder"}
+# Linear in a gradient, though autograd saves it for its shape or for another derivative, or takes no complex numbers.
+_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "linalg_lu_solve", "linalg_solve_triangular", "put"}
+_LINEAR |= {"select_scatter", "slice_scatter", "take"}
+# Not linear, though autograd takes their slopes for constant, or has no formula.
+_STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remainder", "round", "sgn", "sign", "trunc"}
+# Constants in the shape of a gradient.
+_CONSTANTS = re.compile(r"aten\.(new_\w+|\w+_like)\.")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -105,10 +109,9 @@ class Step:
         known: dict[str, bool] = {}
         for node in self.number:
             found = noisy.intersection(node.all_input_nodes)
-            if found and node.op == "call_function":
-                value = node.meta["val"]
+            if found and node.op == "call_function" and not _CONSTANTS.match(str(node.target)):
                 # a comparison is named, and not the ops that follow
-                if not isinstance(value, Tensor) or _is_number(value):
+                if not isinstance(value := node.meta["val"], Tensor) or _is_number(value):
                     noisy.add(node)
                 if isinstance(node.target, OpOverload):
                     read = {each: (each.meta["val"], each in found) for each in node.all_input_nodes}
@@ -128,24 +131,21 @@ class Step:
         if name in _LINEAR or gradients.isdisjoint(pytree.tree_leaves(others)):
             return True
         made = {each: each.meta["val"] for each in node.all_input_nodes}
-        saved: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
+        saved: dict[int, Tensor] = {}
         with (
             autocast_as((), {made[each].device.type for each in gradients}),
             self.mode,
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: saved.setdefault(tensor.untyped_storage()._cdata, tensor), lambda tensor: tensor
+            ),
         ):
             made |= {each: made[each].detach().requires_grad_() for each in gradients}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
             results = tensors_in(op(*args, **kwargs))
         own = {each.untyped_storage()._cdata for each in (*results, *(made[each] for each in gradients))}
-        is_saved = any(each.untyped_storage()._cdata in own for each in saved)
-        return all(map(_is_number, results)) and not is_saved and name not in _STEPS
+        is_step = name in _STEPS or given.get("rounding_mode") is not None
+        return all(map(_is_number, results)) and own.isdisjoint(saved) and not is_step
 
 
 def _is_number(value: Tensor) -> bool:
