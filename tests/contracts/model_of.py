@@ -7,16 +7,16 @@ from torch import nn
 
 
 class ModelOf(nn.Module):
-    """Parts by name, and a forward pass that is a function of the model and its input."""
+    """Parts by name, and a forward pass that is a function of the model and its inputs."""
 
-    def __init__(self, run: Callable[..., Any], **parts: nn.Module) -> None:
+    def __init__(self, run: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.run = run
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: Any) -> Any:
-        return self.run(self, x)
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self, *inputs)
 
 
 def linears(names: str, width: int) -> dict[str, nn.Module]:
