@@ -472,8 +472,8 @@ def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
         it.mixing.mul_(0.9)
         return y.square().sum()
 
-    model, x = ModelOf(reads_a_buffer_and_writes_into_it, **linears("linear", WIDTH)), torch.randn(ROWS, WIDTH)
-    model.register_buffer("mixing", torch.randn(WIDTH, WIDTH))
+    parts = {"mixing": torch.randn(WIDTH, WIDTH), **linears("linear", WIDTH)}
+    model, x = ModelOf(reads_a_buffer_and_writes_into_it, **parts), torch.randn(ROWS, WIDTH)
     run = compiled(model, executor, bits=8)
     with torch.autocast("cpu", torch.bfloat16):
         expected = copy.deepcopy(model)(x)
