@@ -128,24 +128,16 @@ def test_the_callback_tells_that_no_step_ran_by_plan(tmp_path):
     assert callback.planned.planned_runs == 0
 
 
-def test_wrong_options_are_refused_when_the_callback_is_made():
-    with pytest.raises(ValueError, match="option 'stratgey' is unknown; choose among budget, strategy"):
-        RMMCallback(compile={"budget": "60%", "stratgey": "auto"})
-
-
-def test_a_model_that_is_planned_or_compiled_is_refused_when_training_begins(tmp_path, planned_roberta):
-    callback = RMMCallback(compile=COMPILE)
-    with pytest.raises(ValueError, match="checkpointed already"):
-        trained_by_transformers(planned_roberta, tmp_path, [callback])
-    with pytest.raises(ValueError, match="which torch_compile=True compiles in another way"):
-        trained_by_transformers(roberta(layers=1), tmp_path, [callback], torch_compile=True)
-
-
-def test_a_monitor_is_refused_on_a_planned_model(tmp_path, planned_roberta):
-    with pytest.raises(ValueError, match=r"records nothing .* in a planned model"):
-        trained_by_transformers(planned_roberta, tmp_path, [RMMCallback(config=CONFIG, monitor=True)])
-    with pytest.raises(ValueError, match=r"records nothing in a planned model"):
-        RMMCallback(config=CONFIG, compile=COMPILE, monitor=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": COMPILE}, "checkpointed already"),
+        ({"config": CONFIG, "monitor": True}, "records nothing .* in a planned model"),
+    ],
+)
+def test_plans_and_a_monitor_are_refused_on_a_planned_model(tmp_path, planned_roberta, options, message):
+    with pytest.raises(ValueError, match=message):
+        trained_by_transformers(planned_roberta, tmp_path, [RMMCallback(**options)])
 
 
 @pytest.mark.parametrize("order", ["before prepare", pytest.param("after prepare", marks=pytest.mark.slow)])
