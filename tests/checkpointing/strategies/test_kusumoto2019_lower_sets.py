@@ -1,19 +1,16 @@
 """The dynamic program over lower sets against brute force, and its proposals against segments under the simulator."""
 
 import itertools
-import math
 import random
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from network_shapes import dense_blocks, residual_chain
 
 from experiments.checkpointing.generators import chain, of_edges, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
-from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     Blocks,
@@ -22,7 +19,6 @@ from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
     all_lower_sets,
     ancestor_closures,
 )
-from rmm_linear.planning.strategies.segments import order_of_segments
 
 
 def small_graphs(count: int) -> list[NodeGraph]:
@@ -139,30 +135,6 @@ def test_too_many_lower_sets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"more than 1500 lower sets.*kusumoto2019_approximate"):
         get_strategy("kusumoto2019_exact").frontier(with_backward(star(12)))
     assert get_strategy("kusumoto2019_approximate").frontier(with_backward(star(12)))
-
-
-def equal_count_segments(graph: Graph) -> int:
-    """The least peak of segments of equally many ops (Chen 2016)."""
-    count = graph.forward_count
-    found = []
-    for number in range(1, count + 1):
-        each = -(-count // number)
-        segments = [list(range(first, min(first + each, count))) for first in range(0, count, each)]
-        found.append(peak_and_cost(graph, order_of_segments(graph, segments))[0])
-    return min(found)
-
-
-def test_memory_centric_plans_alone_are_below_segments_of_equal_count_on_networks() -> None:
-    """The paper claims it (section 6)."""
-    for graph in (residual_chain(16), with_backward(chain([10] * 100)), dense_blocks(4, 8)):
-        nodes = NodeGraph.of_forward(graph)
-        program = LowerSetProgram(nodes, ancestor_closures(nodes))
-        ratio = program.largest_cap / program.least_cap
-        peaks = []
-        for number in range(16):
-            plan = program.centric_plans(math.ceil(program.least_cap * ratio ** (number / 15)))[-1]
-            peaks.append(peak_and_cost(graph, order_of_segments(graph, plan))[0])
-        assert min(peaks) < equal_count_segments(graph)
 
 
 def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
