@@ -3,8 +3,10 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -290,3 +292,38 @@ def test_public_names_exist():
 
     assert [name for name in rmm_linear.__all__ if not hasattr(rmm_linear, name)] == []
     assert len(set(rmm_linear.__all__)) == len(rmm_linear.__all__)
+
+
+SOURCES = {"rmm_linear": ROOT / "rmm_linear", "rmm_linear_kernels": ROOT / "kernels" / "rmm_linear_kernels"}
+
+
+def test_the_wheel_has_every_module_and_can_be_imported_alone(tmp_path):
+    pytest.importorskip("setuptools")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in SOURCES.values():
+        shutil.copytree(folder, tmp_path / folder.relative_to(ROOT), ignore=ignored)
+    for other in ("experiments", "tests"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "__init__.py").touch()
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", ".", "-w", "dist"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "alone")
+    expected = {f"{name}/{path.relative_to(of)}" for name, of in SOURCES.items() for path in of.rglob("*.py")}
+    found = {str(path.relative_to(tmp_path / "alone")) for path in (tmp_path / "alone").rglob("*.py")}
+    assert found == expected
+    assert (tmp_path / "alone" / "rmm_linear" / "py.typed").exists()
+    assert {path.name for path in (tmp_path / "alone").iterdir() if path.suffix != ".dist-info"} == set(SOURCES)
+    code = "import rmm_linear, rmm_linear.compiler; print(rmm_linear.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "alone",
+        env={"PYTHONPATH": str(tmp_path / "alone"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path / "alone"))
