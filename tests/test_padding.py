@@ -129,13 +129,13 @@ class TestUnbiased:
         assert_unbiased(draw, exact, draws=300, bias=0.04)
 
     @pytest.mark.parametrize("keeps_input", [False, True])
-    def test_compiled_as_well(self, keeps_input: bool) -> None:
+    def test_compiled_as_well_and_no_row_is_taken_twice_without_padding(self, keeps_input: bool) -> None:
         torch._dynamo.reset()
         x, g, exact = self._pair()
         x.requires_grad_()
-        weight, config = self._weight(), SKIP.replace(center=False)
+        weight, plain = self._weight(), SKIP.replace(center=False)
 
-        def run(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        def run(x: Tensor, weight: Tensor, mask: Tensor, config: RMMConfig) -> Tensor:
             y = x * 1.0
             with valid_rows(mask):
                 output = linear(y, weight, config=config, valid_rows=current_valid_rows(y))
@@ -143,24 +143,12 @@ class TestUnbiased:
 
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
 
-        def draw() -> Tensor:
-            return torch.autograd.grad(compiled(x, weight, self.MASK), weight, g)[0]
+        def draw(config: RMMConfig = plain, mask: Tensor = self.MASK) -> Tensor:
+            return torch.autograd.grad(compiled(x, weight, mask, config), weight, g)[0]
 
         assert_unbiased(draw, exact, draws=600, bias=0.07)
-
-    def test_compiled_without_padding_no_row_is_taken_twice(self) -> None:
-        torch._dynamo.reset()
-        x, g, exact = self._pair()
         # a rounding of a few per mill for all noise
-        weight, config = self._weight(), ROUNDED.replace(center=False)
-        mask = torch.ones_like(self.MASK)
-
-        def run(x: Tensor, weight: Tensor) -> Tensor:
-            with valid_rows(mask):
-                return linear(x, weight, config=config, valid_rows=current_valid_rows(x))
-
-        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        (found,) = torch.autograd.grad(compiled(x, weight), weight, g)
+        found = draw(ROUNDED.replace(center=False), torch.ones_like(self.MASK))
         assert (found - exact).norm() < 0.05 * exact.norm()
 
     def test_a_nan_shows_unless_it_is_in_a_row_without_a_gradient(self) -> None:
