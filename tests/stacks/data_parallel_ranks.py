@@ -82,7 +82,6 @@ def collected_seeds(seeds: list[int]) -> Iterator[None]:
 
 
 def accumulate(stack: Stack, model: nn.Module, rank: int, step: int, run: Run) -> float:
-    """All micro-steps of one step of one rank."""
     total = 0.0
     for micro_step in range(stack.micro_steps):
         is_last = micro_step == stack.micro_steps - 1
@@ -222,7 +221,6 @@ def three() -> nn.Sequential:
 
 
 def told(kind: type[Exception], function: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """The message of the error that a call raises."""
     try:
         function(*args, **kwargs)
     except kind as error:
@@ -296,21 +294,15 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
     return {"gradients": gradients, "launched": [count / ops.count for count in launched], "runs": runs}
 
 
-class Block(nn.Module):
-    """A block that FSDP2 shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
-
+class Block(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(nn.functional.gelu(self.first(x)))
+        return x + super().forward(x)
 
 
 def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
     """Steps of blocks that are planned, and sharded after that."""
     torch.manual_seed(1)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(*(Block(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
     batches = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(rank))
     for block in model if by_plan else ():
         planned_for(block, batches[0].clone().requires_grad_())
