@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measured_peak import MeasuredPeak
+from model_of import ModelOf, linears
 from planned_models import mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +20,12 @@ def _mse(model, x):
     return F.mse_loss(model(x), x)
 
 
-class Counts(nn.Linear):
-    def __init__(self):
-        super().__init__(32, 32)
-        self.register_buffer("count", torch.zeros(()))
+def _counts():
+    def run(it, x):
+        it.count.add_(1)
+        return F.dropout(it.layer(x), 0.5)
 
-    def forward(self, x):
-        self.count.add_(1)
-        return F.dropout(super().forward(x), 0.5)
+    return ModelOf(run, count=torch.zeros(()), **linears("layer", 32))
 
 
 class Checkpointed(nn.Sequential):
@@ -49,7 +48,7 @@ STEPS = {
         mean_square,
         (4, 3, 12, 12),
     ),
-    "counts": (Counts, mean_square, (64, 32)),
+    "counts": (_counts, mean_square, (64, 32)),
     "checkpointed": (lambda: Checkpointed(*_mlp()), mean_square, (64, 32)),
 }
 

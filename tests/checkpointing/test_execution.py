@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from measured_peak import MeasuredPeak
 from model_of import ModelOf, linears
-from planned_models import assert_equal, assert_same_gradients, gradients, mean_square, planned, planned_and_plain
+from planned_models import (
+    assert_equal,
+    assert_same_gradients,
+    assert_same_step,
+    gradients,
+    mean_square,
+    planned,
+    planned_and_plain,
+)
 from planned_models import planned_runs as runs
 from tiny_transformers import tiny
 from torch import nn
@@ -93,7 +101,6 @@ def mean_squared_error(model, x, target):
 
 
 def planned_blocks(budget, change=lambda model: None):
-    """The blocks, and a planned step of them."""
     model = in_blocks()
     change(model)
     step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget=budget, strategy="chen2016_sqrt")
@@ -206,14 +213,12 @@ def runner_of(captured, schedule):
 
 
 def inputs_of(captured, model, x):
-    """The arguments of a captured graph, by their names."""
     tensors = {**dict(model.named_parameters()), "[0]": x}
     return [tensors[name] for name in captured.names]
 
 
 @pytest.fixture(scope="module")
 def chain():
-    """A model, its input, and its captured step."""
     torch.manual_seed(0)
     layers = [layer for width in (24, 8, 16) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x = nn.Sequential(*layers), torch.randn(64, 12)
@@ -319,10 +324,7 @@ def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
     assert model._compiled_call_impl is None
     model, reference = planned_and_plain(model, X, caught.value.least_bytes, strategy="auto")
     for _ in range(3):
-        model(X).backward()
-        reference(X).backward()
-    assert torch.equal(model.mean, reference.mean)
-    assert_same_gradients(model, reference)
+        assert_same_step(model, reference, X)
     assert runs(model) == 3
 
 
@@ -425,17 +427,11 @@ def test_what_a_step_assigns_is_there_after_it():
     model.calls = 0
     model, reference = planned_and_plain(model, X)
     assert (model.n, model.calls, hasattr(model, "aux")) == (0, 0, False)
-    for each in (model, reference):
-        for _ in range(3):
-            each(X).backward()
-            each.aux.detach()
+    for _ in range(3):
+        assert_same_step(model, reference, X)
+        assert torch.equal(model.aux.detach(), reference.aux.detach())
     assert (model.n, model.calls) == (reference.n, reference.calls) == (3, 3)
-    assert torch.equal(model.aux, reference.aux)
-    assert_same_gradients(model, reference)
     assert runs(model) == 3
-
-
-# Gradients that arrive at a result beside the loss
 
 
 @pytest.mark.parametrize("case", ["net", grid("roberta")])
@@ -460,12 +456,10 @@ def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(case):
     assert runs(model) == 4
     # RoBERTa's first step sets `config.problem_type`, and Dynamo compiles the model again
     assert len(model._compiled_call_impl.plans) == (1 if case == "net" else 2)
-    torch.manual_seed(4)
-    out = model(*args, **kwargs)
     # that of the loss alone is right as well
-    out["loss"].backward()
-    torch.manual_seed(4)
-    reference(*args, **kwargs)["loss"].backward()
+    for each in (model, reference):
+        torch.manual_seed(4)
+        each(*args, **kwargs)["loss"].backward()
     assert_same_gradients(model, reference)
 
 
@@ -479,10 +473,7 @@ def test_a_scalar_that_trains_fewer_parameters_than_all_results_is_not_taken_for
     model, reference = planned_and_plain(ModelOf(autoencoder, encoder=nn.Linear(16, 8), decoder=decoder), X)
     (plan,) = model._compiled_call_impl.plans
     assert plan.plain.peak_bytes <= plan.eager_peak_bytes
-    for each in (model, reference):
-        out, divergence = each(X)
-        (F.mse_loss(out, X) + divergence).backward()
-    assert_same_gradients(model, reference)
+    assert_same_step(model, reference, X, loss=lambda found: F.mse_loss(found[0], X) + found[1])
     assert runs(model) == 1
 
 
@@ -504,9 +495,6 @@ def test_passes_that_wait_together_are_planned_for_all_gradients_once():
     sum(reference(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
     assert sum("beside the loss" in str(each.message) for each in told) == 1
     torch.testing.assert_close(gradients(model), gradients(reference))
-
-
-# Bad input
 
 
 def test_second_backward_passes_and_second_derivatives_are_refused():

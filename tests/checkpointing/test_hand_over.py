@@ -6,7 +6,7 @@ import pytest
 import torch
 from measured_peak import MeasuredPeak
 from model_of import ModelOf
-from planned_models import Ops, assert_equal, assert_same_gradients, gradients
+from planned_models import Ops, assert_equal, assert_same_gradients, assert_same_step, gradients
 from planned_models import planned as planned_for
 from torch import nn
 
@@ -30,9 +30,6 @@ def plan_of(model):
     return model._compiled_call_impl.plans[-1]
 
 
-# When
-
-
 def arrivals(model):
     """For each parameter, in the order of arrival, its name and the part of the backward pass that was over."""
     found = []
@@ -50,9 +47,6 @@ def test_gradients_arrive_while_the_backward_pass_runs():
     assert ours[0][1] < 0.2
     layer = [name.partition(".")[0] for name, _ in ours]
     assert layer == [name.partition(".")[0] for name, _ in eager] == sorted(layer, key=int, reverse=True)
-
-
-# Bytes
 
 
 def stepping(model):
@@ -145,12 +139,7 @@ def test_gradients_that_share_memory_or_are_copied_are_counted(freed, kind):
     assert measured.peak == step.plans[0].peak_bytes
 
 
-# All that autograd does
-
-
 class Calls:
-    """What hooks of all kinds are called with."""
-
     def __init__(self, model):
         self.calls = {name: [] for name, _ in model.named_parameters()}
         self.nodes = []
@@ -218,12 +207,7 @@ def test_what_is_used_elsewhere_as_well_gets_the_sum():
     model = ModelOf(around, first=nn.Linear(64, 64), inner=layers())
     eager = copy.deepcopy(model)
     planned(model.inner)
-    model(X).backward()
-    eager(X).backward()
-    assert_same_gradients(model, eager)
-
-
-# Parameters that change in the backward pass
+    assert_same_step(model, eager, X)
 
 
 def scaled():

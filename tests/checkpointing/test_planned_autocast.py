@@ -63,7 +63,6 @@ def plain_gradients(model, inside):
 
 
 def step_and_reference(model, is_cast=True):
-    """A planned step of a model, and a copy of the model."""
     reference = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
         step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
