@@ -29,7 +29,6 @@ if torch.cuda.is_available():
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that this machine has."""
     return torch.device(request.param)
 
 
@@ -57,6 +56,15 @@ def draws_of_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rmm_linear_kernels.random.STANDS_IN_FOR_GPU", True)
         yield
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone."""
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

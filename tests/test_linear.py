@@ -25,6 +25,8 @@ def test_it_is_a_linear_layer_with_a_config() -> None:
     )
     with pytest.raises(ValueError, match="RMMConfig"):
         RMMLinear(16, 8, config={"ratio": 0.5})
+    with pytest.raises(TypeError):
+        RMMLinear(4, 4)(None)
 
 
 def test_initial_parameters_equal_those_of_nn_linear() -> None:
@@ -76,8 +78,3 @@ def test_copies_keep_parameters_and_config() -> None:
         assert other[0] is not model[0]
         assert other[0].rmm_config == CONFIG
         assert torch.equal(other[0].weight, model[0].weight)
-
-
-def test_no_tensor_is_refused_as_nn_linear_does() -> None:
-    with pytest.raises(TypeError):
-        RMMLinear(4, 4)(None)
