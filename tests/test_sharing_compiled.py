@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model_of import ModelOf
 from sketch_contract import assert_unbiased
 from test_sharing import ROWS, WIDTH, Three
 from torch import Tensor, nn
@@ -158,38 +159,31 @@ def test_two_forwards_before_a_backward_have_two_sketches() -> None:
 
 @pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.grid), 0.5])
 def test_sketches_and_a_memory_budget_add_up(budget: float) -> None:
-    class Block(nn.Module):
-        def __init__(self, ratio: float) -> None:
-            super().__init__()
-            config = CONFIG.replace(ratio=ratio)
-            self.attention = Attention(config)
-            self.norm = nn.LayerNorm(WIDTH)
-            self.up, self.down = RMMLinear(WIDTH, 4 * WIDTH, config=config), RMMLinear(4 * WIDTH, WIDTH, config=config)
+    def run(it: ModelOf, x: Tensor) -> Tensor:
+        x = x + it.attention.project(it.norm(x))
+        return x + it.down(nn.functional.gelu(it.up(x)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.attention.project(self.norm(x))
-            return x + self.down(nn.functional.gelu(self.up(x)))
+    def block(config: RMMConfig) -> nn.Module:
+        layers = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+        parts = {name: RMMLinear(*sizes, config=config) for name, sizes in layers.items()}
+        return ModelOf(run, attention=Attention(config), norm=nn.LayerNorm(WIDTH), **parts)
 
     def kept(ratio: float) -> int:
-        torch.manual_seed(0)
-        return kept_bytes(nn.Sequential(Block(ratio), Block(ratio)), "aot_eager", budget)
+        blocks = (block(CONFIG.replace(ratio=ratio)) for _ in range(2))
+        return kept_bytes(nn.Sequential(*blocks), "aot_eager", budget)
 
     assert kept(0.1) < 0.95 * kept(1.0)
 
 
-class Lowered(nn.Module):
+def lowered(config: RMMConfig) -> nn.Module:
     """Under autocast the compiler may keep x, and not the copy that is sketched."""
 
-    def __init__(self, config: RMMConfig) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.layers = nn.ModuleList(RMMLinear(WIDTH, WIDTH, config=config) for _ in range(2))
+    def run(it: ModelOf, x: Tensor) -> Tensor:
+        y = torch.sinh(it.norm(x))
+        return torch.tanh(it.layers[0](y).float()) * y + it.layers[1](y).float()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.sinh(self.norm(x))
-        first = self.layers[0](y)
-        return torch.tanh(first.float()) * y + self.layers[1](y).float()
+    layers = nn.ModuleList(RMMLinear(WIDTH, WIDTH, config=config) for _ in range(2))
+    return ModelOf(run, norm=nn.LayerNorm(WIDTH), layers=layers)
 
 
 OPTIONS = ({}, {"keep_tokens": (0,)}, {"storage": "int8", "center": True})
@@ -213,7 +207,7 @@ QUICK = [(True, each, 0.3, True) for each in OPTIONS] + [(False, OPTIONS[2], 0.3
 def test_a_seed_is_drawn_once_whatever_is_recomputed(
     autocast: bool, options: dict[str, object], budget: float, merge: bool
 ) -> None:
-    model = Lowered(CONFIG.replace(ratio=0.9, **options))
+    model = lowered(CONFIG.replace(ratio=0.9, **options))
     x, weighting = torch.randn(4, 64, WIDTH), torch.randn(4, 64, WIDTH)
     if not options:
         x, weighting = x.flatten(0, 1), weighting.flatten(0, 1)

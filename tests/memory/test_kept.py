@@ -191,9 +191,6 @@ def test_a_compiled_model_is_measured_when_it_runs():
     assert model[0].weight.grad is not None
 
 
-# MeasuredSaving
-
-
 def roberta(attention, **changes):
     return tiny("RobertaForSequenceClassification", hidden_size=16, attn_implementation=attention, **changes)
 

@@ -68,17 +68,10 @@ def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
     hidden = 4 * 50 * 32 * FLOAT
     # x for query, key and value; the norm's output for the residual and `up`; GELU's output for `down`; the last one's
     calls = {call.layer: call for call in report.linears}
-    assert list(calls) == [
-        "0.attention.query",
-        "0.attention.key",
-        "0.attention.value",
-        "0.attention.output",
-        "0.up",
-        "0.down",
-        "1",
-    ]
+    attentions = [f"0.attention.{name}" for name in ("query", "key", "value", "output")]
+    assert list(calls) == [*attentions, "0.up", "0.down", "1"]
     assert all(call.status == KEPT and call.rows == 200 and call.sequences == 4 for call in calls.values())
-    assert len({calls[f"0.attention.{name}"].storage for name in ("query", "key", "value")}) == 1
+    assert len({calls[name].storage for name in attentions[:3]}) == 1
     assert report.others(calls["0.attention.key"]) == ()
     (attention,) = report.others(calls["0.attention.output"])
     assert attention.startswith("scaled_dot_product")
@@ -179,22 +172,17 @@ def test_autocasts_copies_of_weights_are_worth_a_sketch(width):
 
 
 def test_buffers_that_a_forward_replaces_are_put_back_with_what_goes_with_them():
-    class Cache(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.zeros(4, 8), persistent=False)
-            self.register_buffer("mean", None)
-            self.length, self.layer = 4, nn.Linear(8, 8)
+    def cache(it, x):
+        if len(x) > it.length:
+            it.register_buffer("table", torch.ones(len(x), 8), persistent=False)
+            it.register_buffer("late", torch.ones(1))
+            it.length, it.seen = len(x), True
+            it.mean = x.mean(0).detach()
+        return it.layer(x + it.table[: len(x)])
 
-        def forward(self, x):
-            if len(x) > self.length:
-                self.register_buffer("table", torch.ones(len(x), 8), persistent=False)
-                self.register_buffer("late", torch.ones(1))
-                self.length, self.seen = len(x), True
-                self.mean = x.mean(0).detach()
-            return self.layer(x + self.table[: len(x)])
-
-    model = Cache()
+    model = ModelOf(cache, table=torch.zeros(4, 8), **linears("layer", 8))
+    model.length = 4
+    model.register_buffer("mean", None)
     table, keys = model.table, set(model.state_dict())
     profile(model, torch.randn(16, 8))
     assert model.table is table
@@ -278,9 +266,6 @@ def test_an_error_in_the_model_leaves_no_hook_behind():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ValueError, match="model is a function; pass a torch.nn.Module"):
         profile(lambda x: x, torch.randn(3))
-
-
-# convert_linears(sample=...)
 
 
 def notes(model: nn.Module) -> dict[str, str]:
