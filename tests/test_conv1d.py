@@ -32,7 +32,6 @@ LAYOUTS = {
 
 
 def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, width: int = 40) -> tuple[Conv1D, nn.Module]:
-    """An exact layer and a sketched copy of it."""
     exact = Conv1D(24, width).to(dtype)
     nn.init.normal_(exact.bias)
     return exact, convert_linears(copy.deepcopy(exact), config=config)

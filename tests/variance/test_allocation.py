@@ -222,9 +222,6 @@ def test_hundreds_of_layers_leave_little_of_the_budget():
     assert 0.99 * budget < found.saved_bytes <= budget
 
 
-# Layers that share an input.
-
-
 def test_members_that_are_configured_differently_keep_a_sketch_each() -> None:
     profile = grouped(profile_of([(10, 1.0), (20, 0.5)], [(10, 1.0), (20, 0.5)]), ["layers.0", "layers.0"])
     low, high = (option.config for option in profile.layers[0].options)

@@ -60,9 +60,6 @@ def test_rows_left_out_are_left_out_for_those_that_say_so(pair):
     assert layer_options(x, g, [skips])[0].variance == pytest.approx(kept.variance)
 
 
-# The closed forms in float32.
-
-
 @pytest.mark.parametrize(
     ("scale", "sketch", "storage"),
     [
@@ -89,9 +86,6 @@ def test_autocast_does_not_lower_the_products():
     expected = gradient_noise(x, g, config)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gradient_noise(x, g, config) == expected
-
-
-# Whole models.
 
 
 CONFIGS = [RMMConfig(ratio=ratio, min_rows=1) for ratio in (0.1, 0.5, 0.8, 1.0)]

@@ -18,5 +18,4 @@ if not IS_INTERPRETED and not torch.cuda.is_available():
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where the kernels run."""
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
