@@ -38,14 +38,12 @@ class Net(nn.Module):
         return (self.after(self.body(self.before(x))) ** 2).sum()
 
 
-class RMS(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x):
+def rms():
+    def run(it, x):
         wide = x.to(torch.float32)
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return it.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    return ModelOf(run, weight=nn.Parameter(torch.rand(WIDTH) + 0.5))
 
 
 def new_gelu(x):
@@ -112,7 +110,7 @@ CASES = {
     "layer norm": (lambda: Net(nn.LayerNorm(WIDTH)), {"norm"}),
     "layer norm without weight": (lambda: Net(nn.LayerNorm(WIDTH, elementwise_affine=False)), {"norm"}),
     "layer norm without bias": (lambda: Net(nn.LayerNorm(WIDTH, bias=False)), {"norm"}),
-    "RMS norm of single ops": (lambda: Net(RMS()), {"norm"}),
+    "RMS norm of single ops": (lambda: Net(rms()), {"norm"}),
     "GELU": (lambda: Net(nn.GELU()), {"activation"}),
     "GELU by tanh": (lambda: Net(nn.GELU(approximate="tanh")), {"activation"}),
     "GELU of single ops": (lambda: Net(Of(new_gelu)), {"activation"}),

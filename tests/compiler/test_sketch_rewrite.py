@@ -46,17 +46,15 @@ def queries(norm=None):
     return ModelOf(run, norm=norm or nn.LayerNorm(WIDTH), **linears("q k v", WIDTH))
 
 
-class Net(nn.Module):
+def net(body):
     """Layers of inputs that nothing else needs, and of others: the batch, and what tanh returns."""
 
-    def __init__(self, body):
-        super().__init__()
-        self.first, self.norm, self.body = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), body
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+    def run(it, x):
+        y = it.body(it.first(x).sin())
+        return it.last(it.norm(y).tanh()).square().sum()
 
-    def forward(self, x):
-        y = self.body(self.first(x).sin())
-        return self.last(self.norm(y).tanh()).square().sum()
+    last = nn.Linear(WIDTH, WIDTH, bias=False)
+    return ModelOf(run, norm=nn.LayerNorm(WIDTH), body=body, last=last, **linears("first", WIDTH))
 
 
 def weighted(model, rows=ROWS):
@@ -84,7 +82,7 @@ def is_unbiased(result):
     return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio, _ in result.values())
 
 
-# all of Net's own layers are like the body "linear"
+# all of net's own layers are like the body "linear"
 QUICK = {("x^T g", None), ("queries", 8)}
 
 
@@ -97,7 +95,7 @@ QUICK = {("x^T g", None), ("queries", 8)}
     ],
 )
 def test_gradients_are_unbiased_for_each_parameter(executor, body, rows, bits):
-    model = Net(BODIES[body]())
+    model = net(BODIES[body]())
     result = judge(model, compiled(model, executor, bits=bits), batch(rows), 250)
     assert set(result) >= {name for name, each in model.named_parameters() if each.dim() == 2}
     assert is_unbiased(result), result
@@ -107,7 +105,7 @@ def test_gradients_are_unbiased_for_each_parameter(executor, body, rows, bits):
 
 @pytest.mark.parametrize("body", BODIES)
 def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
-    model, x = Net(BODIES[body]()), batch(333).requires_grad_()
+    model, x = net(BODIES[body]()), batch(333).requires_grad_()
     exact, run = gradients(model, model, x), compiled(model)
     assert run(x).equal(model(x))
     found = gradients(model, run, x)
@@ -175,7 +173,7 @@ def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
 
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_draw_in_the_forward_pass_governs_all_sketches_and_codes(executor):
-    model, x = Net(queries()), batch()
+    model, x = net(queries()), batch()
     run = compiled(model, executor, bits=8)
     found = []
     for seed in (1, 1, 2):
@@ -212,7 +210,7 @@ def test_kept_inputs_shrink_by_the_ratio():
 
 
 def test_bytes_of_codes_are_kept_and_sketches_are_made_of_what_is_read():
-    model, x = Net(queries()), batch()
+    model, x = net(queries()), batch()
     kept = []
     for sketch in (None, RATIO):
         compiled(model, sketch=sketch, bits=8)(x).backward()
@@ -253,8 +251,8 @@ def assert_stays_exact(model, x):
 
 
 def test_few_rows_and_float64_stay_exact():
-    assert_stays_exact(Net(queries()), batch(255))
-    assert_stays_exact(Net(queries()).double(), batch().double())
+    assert_stays_exact(net(queries()), batch(255))
+    assert_stays_exact(net(queries()).double(), batch().double())
 
 
 def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
@@ -276,7 +274,7 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     ],
 )
 def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_autocast):
-    model, x = Net(queries()), batch(ROWS) / 4
+    model, x = net(queries()), batch(ROWS) / 4
     if not is_autocast:
         model, x = model.to(dtype), x.to(dtype)
     totals = {}
@@ -306,7 +304,7 @@ def test_casts_of_one_tensor_have_one_sketch():
 
 
 def test_a_budget_comes_on_top():
-    model, x = Net(queries()), batch()
+    model, x = net(queries()), batch()
     result = judge(model, compiled(model, budget="90%"), x, 100)
     assert is_unbiased(result), result
     (plan,) = plans(model)[-1:]
@@ -316,7 +314,7 @@ def test_a_budget_comes_on_top():
 
 
 def test_converted_layers_keep_their_own_sketches():
-    model, x = Net(queries()), batch()
+    model, x = net(queries()), batch()
     convert_linears(model, ratio=0.5)
     compiled(model)(x).backward()
     plan = plans(model)[-1]
@@ -329,7 +327,7 @@ def test_converted_layers_keep_their_own_sketches():
 
 @pytest.mark.parametrize("options", [{"sketch": RATIO}, {"bits": 8}])
 def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss(options):
-    model, x = Net(queries()), batch()
+    model, x = net(queries()), batch()
     # two of the seeds that it draws are not used
     convert_linears(model.body, ratio=0.5)
 
