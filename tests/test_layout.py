@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -71,17 +70,17 @@ ALLOWED = {
 ON_TOP = {"__init__", "integrations", "cli"}
 
 
-def python_files(folder: Path) -> list[Path]:
+def python_files(folder):
     return sorted(path for path in folder.rglob("*.py") if ".venv" not in path.parts and "build" not in path.parts)
 
 
 @cache
-def imported_modules(path: Path) -> tuple[str, ...]:
+def imported_modules(path):
     """Absolute dotted names of everything that the file imports, at any depth; relative imports resolved."""
     return tuple(_imported_modules(path))
 
 
-def _imported_modules(path: Path) -> Iterator[str]:
+def _imported_modules(path):
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -93,7 +92,7 @@ def _imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def layer_of(path: Path) -> str:
+def layer_of(path):
     return path.relative_to(LIBRARY).with_suffix("").parts[0]
 
 
@@ -111,7 +110,7 @@ IMPORTERS = {
 }
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code):
     """Run code in a fresh interpreter that sees the sources, installed or not."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, "-c", code]

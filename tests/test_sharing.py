@@ -25,7 +25,7 @@ CONFIG = RMMConfig(ratio=0.25)
 
 
 class Three(nn.Module):
-    def __init__(self, *configs: RMMConfig) -> None:
+    def __init__(self, *configs):
         super().__init__()
         torch.manual_seed(0)
         configs = configs or (CONFIG,)
@@ -37,11 +37,11 @@ class Three(nn.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def one(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, sequences: int = 0) -> int:
+def one(config=CONFIG, dtype=torch.float32, sequences=0):
     return config.saved_bytes(ROWS, WIDTH, dtype, sequences=sequences)
 
 
-def gradients(model: nn.Module, x: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+def gradients(model, x, seed=0):
     model.zero_grad()
     torch.manual_seed(seed)
     model(x).square().sum().backward()
@@ -83,12 +83,12 @@ def test_the_random_state_does_not_tell_who_shares():
     assert torch.equal(*states)
 
 
-def seeds_of(*runs) -> list[int]:
+def seeds_of(*runs):
     """The seeds that layers' graphs hold, numbered in the order in which they come."""
-    numbers: dict[int, int] = {}
+    numbers = {}
     found = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor):
         if tensor.dtype == torch.int64 and tensor.dim() == 0:
             found.append(numbers.setdefault(int(tensor), len(numbers)))
         return tensor
@@ -100,7 +100,7 @@ def seeds_of(*runs) -> list[int]:
     return found
 
 
-def step(function, *args, retain: bool = False):
+def step(function, *args, retain=False):
     """A forward and a backward pass, whose graph lives on if it is retained."""
 
     def run():
@@ -272,7 +272,7 @@ def test_a_roberta_layer_keeps_what_the_design_says():
 
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "max_position_embeddings": 80}
 
-    def a_layer(config: RMMConfig | None, exclude: list[str] | None = None) -> float:
+    def a_layer(config, exclude=None):
         found = []
         for blocks in (1, 2):
             model = tiny("RobertaModel", num_hidden_layers=blocks, attn_implementation="sdpa", **sizes)
@@ -341,7 +341,7 @@ def test_allocated_ratios_keep_a_group_together(share):
 class Adapted(nn.Module):
     """As in PEFT: an adapter in float32 on a layer in bfloat16, which casts the input for itself."""
 
-    def __init__(self, config: RMMConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config, dtype):
         super().__init__()
         self.base_layer = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": RMMLinear(WIDTH, WIDTH, config=config, dtype=dtype)})
@@ -356,7 +356,7 @@ class Adapted(nn.Module):
 class Adapters(nn.Module):
     kind = Adapted
 
-    def __init__(self, config: RMMConfig = CONFIG, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> None:
+    def __init__(self, config=CONFIG, dtypes=(torch.float32,) * 3):
         super().__init__()
         torch.manual_seed(0)
         self.adapted = nn.ModuleList(self.kind(config, dtype) for dtype in dtypes)
@@ -378,11 +378,11 @@ class Adapters(nn.Module):
         return sum(outputs)
 
 
-def lowered(*shape: int) -> torch.Tensor:
+def lowered(*shape):
     return torch.randn(*(shape or (ROWS, WIDTH)), dtype=torch.bfloat16, requires_grad=True)
 
 
-def sketches(model: nn.Module, x: torch.Tensor, others: int = ROWS * WIDTH * 2) -> int:
+def sketches(model, x, others=ROWS * WIDTH * 2):
     """Bytes of sketches: without the sine's input, which is x."""
     return measure_kept_bytes(model, x) - others
 
@@ -406,12 +406,12 @@ class OfLeaf(Adapters):
         return sum(adapted(x) for adapted in self.adapted)
 
 
-def between(change) -> Adapters:
+def between(change):
     """The tensor changes between the adapters."""
     return type("Changing", (Adapters,), {"between": lambda self, x: change(x)})()
 
 
-def cast_and(change) -> Adapters:
+def cast_and(change):
     """Each adapter changes its copy of the tensor."""
     kind = type("Cast", (Adapted,), {"cast": lambda self, x: change(Adapted.cast(self, x))})
     return type("Changed", (Adapters,), {"kind": kind})()

@@ -1,7 +1,6 @@
 """What a step takes is found out without running it: in eager mode, and of losses in more memory than they need."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from measured_peak import MeasuredPeak
 from model_of import ModelOf, linears
 from planned_models import mean_square
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert_linears
@@ -95,7 +94,7 @@ def test_later_shapes_are_planned_without():
     assert model._compiled_call_impl.plans[-1].eager_peak_bytes is None
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
+LOSSES = {
     "mse": F.mse_loss,
     "smooth_l1": F.smooth_l1_loss,
     "bce": lambda x, y, **options: F.binary_cross_entropy(x.sigmoid(), y, **options),
@@ -112,10 +111,10 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "reduction", ["mean", *(pytest.param(kind, marks=pytest.mark.grid) for kind in ("sum", "none"))]
 )
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_simulated_peak_of_a_loss_is_the_measured_one(name: str, reduction: str) -> None:
+def test_the_simulated_peak_of_a_loss_is_the_measured_one(name, reduction):
     model, x, y = nn.Linear(16, 16), torch.randn(17, 16), torch.rand(17, 16)
 
-    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def step(model, x, y):
         return LOSSES[name](model(x), y, reduction=reduction)
 
     planned = checkpoint_step(model, step, (x, y), budget="100%", strategy="chen2016_sqrt")

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from model_of import ModelOf, linears
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear.compiler.torch_private import compiled
 from rmm_linear.errors import CaptureError
@@ -53,11 +53,11 @@ def make(state=None, read=lambda model: 1.0):
     return model
 
 
-def planned(model: nn.Module) -> nn.Module:
+def planned(model):
     return planned_for(model, X)
 
 
-def step(model: nn.Module) -> list[Tensor]:
+def step(model):
     model.zero_grad()
     loss = model(X)
     loss.backward()

@@ -322,7 +322,7 @@ def test_loops_that_read_two_computations_of_a_storage_share_nothing():
 
 
 @pytest.mark.slow
-def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not() -> None:
+def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not():
     model, x = mlp(3), torch.randn(ROWS, WIDTH)
 
     def hits_of(budget):
@@ -342,7 +342,7 @@ def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_w
 
 
 @pytest.mark.slow
-def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result() -> None:
+def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result():
     model, scale = nn.Linear(8, 8), nn.Parameter(torch.ones(()))
 
     def step(x):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_of import ModelOf
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear.compiler import plans
 
@@ -14,10 +14,10 @@ slow_on_a_cpu = pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.sl
 ROWS, LENGTH, WIDTH, HEADS, DRAWS = 4, 256, 128, 2, 24
 
 
-def block(is_masked: bool) -> nn.Module:
+def block(is_masked):
     """Attention and an MLP, whose loss is computed in float32."""
 
-    def run(it: ModelOf, x: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
+    def run(it, x, lengths, targets):
         query, key, value = (
             each.view(ROWS, LENGTH, HEADS, -1).transpose(1, 2) for each in it.attended(it.norm(x)).chunk(3, -1)
         )
@@ -33,7 +33,7 @@ def block(is_masked: bool) -> nn.Module:
     return ModelOf(run, norm=nn.LayerNorm(WIDTH), **parts)
 
 
-def gradients(model: nn.Module, run: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def gradients(model, run, inputs):
     model.zero_grad(set_to_none=True)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         loss = run(*inputs)
@@ -41,7 +41,7 @@ def gradients(model: nn.Module, run: nn.Module, inputs: tuple[Tensor, ...]) -> l
     return [parameter.grad.double() for parameter in model.parameters()]
 
 
-def model_and_inputs(is_masked: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def model_and_inputs(is_masked):
     torch.manual_seed(0)
     lengths = torch.tensor([256, 180, 131, 97])
     inputs = torch.randn(ROWS, LENGTH, WIDTH), lengths, torch.full((ROWS, LENGTH, WIDTH), 2.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draws import Of, Weighted, gradients, keys_of_one, squared_errors
 from model_of import ModelOf, linears
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from rmm_linear.compiler import plans, rewrites
@@ -314,7 +314,7 @@ def twice(x):
     return (pairs * pairs.pow(2).mean(-1, keepdim=True)).flatten(1)
 
 
-def _keys_of_one_seed(x: Tensor, *, count: int) -> tuple[Tensor, ...]:
+def _keys_of_one_seed(x, *, count):
     return tuple(each.clone() for each in draw_keys(torch.full((), 7, dtype=torch.int64), count))
 
 

@@ -1,13 +1,12 @@
 """Converted layers that read one tensor keep one sketch under the backend, as in eager mode."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from draws import gradients, judge
 from model_of import ModelOf, linears
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from rmm_linear import RMMConfig, convert_linears
@@ -20,8 +19,8 @@ ROWS = BATCH * LENGTH
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 
-def attention(dropout: float = 0.1, **configs: RMMConfig) -> nn.Module:
-    def run(it: ModelOf, x: Tensor) -> Tensor:
+def attention(dropout=0.1, **configs):
+    def run(it, x):
         y = it.norm(x)
         # under autocast it computes in float32 within
         y = functional.scaled_dot_product_attention(it.q(y), it.k(y), it.v(y), dropout_p=dropout * it.training)
@@ -34,12 +33,12 @@ def attention(dropout: float = 0.1, **configs: RMMConfig) -> nn.Module:
     return model
 
 
-def compiled(model: nn.Module, executor: str, **options: object) -> nn.Module:
+def compiled(model, executor, **options):
     torch._dynamo.reset()
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, "budget": "100%", **options})
 
 
-def batch() -> Tensor:
+def batch():
     return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -48,7 +47,7 @@ def batch() -> Tensor:
 @pytest.mark.usefixtures("uncompiled_graphs")
 @pytest.mark.parametrize("is_autocast", [pytest.param(False, marks=pytest.mark.grid), True])
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> None:
+def test_one_sketch_of_one_tensor_is_kept(executor, is_autocast):
     x, kept = batch(), {}
     dtype = torch.bfloat16 if is_autocast else torch.float32
     for shares in (True, False):
@@ -73,7 +72,7 @@ def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> N
     ids=str,
 )
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str, Any]) -> None:
+def test_a_plan_keeps_what_eager_mode_keeps(is_autocast, options):
     config = CONFIG.replace(ratio=0.5, **options)
     model, x = attention(q=config, k=config, v=config, out=config), batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
@@ -89,7 +88,7 @@ def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str
     [{}, {"k": CONFIG.replace(ratio=0.5)}, {"v": CONFIG.replace(share_sketch=False)}],
     ids=["alike", "one of another ratio", "one that shares nothing"],
 )
-def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
+def test_layers_share_as_in_eager_mode(configs):
     model, x = attention(**configs), batch()
     reference = copy.deepcopy(model)
     run = compiled(model, "exact")
@@ -103,7 +102,7 @@ def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
 
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor: str) -> None:
+def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor):
     """Slope on the exact gradient, 150 draws: |z| < 4.5 for 4 weights, false alarm 6e-5. Another seed's slope is 0."""
     model, x = attention(dropout=0.0), batch()
     exact = gradients(model.eval(), model, x)

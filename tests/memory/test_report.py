@@ -26,7 +26,7 @@ from rmm_linear.memory.report import (
 FLOAT = 4
 
 
-def attention(width: int = 32) -> nn.Module:
+def attention(width=32):
     """Query, key and value of one input, a fused attention that keeps its output, a projection of that."""
 
     def run(it, x):
@@ -36,7 +36,7 @@ def attention(width: int = 32) -> nn.Module:
     return ModelOf(run, **linears("query key value output", width))
 
 
-def block(width: int = 32) -> nn.Module:
+def block(width=32):
     def run(it, x):
         x = it.norm(x + it.attention(x))
         return x + it.down(nn.functional.gelu(it.up(x)))
@@ -45,16 +45,16 @@ def block(width: int = 32) -> nn.Module:
     return ModelOf(run, attention=attention(width), norm=nn.LayerNorm(width), **wide)
 
 
-def stack(blocks: int = 2) -> nn.Module:
+def stack(blocks=2):
     torch.manual_seed(0)
     return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(32, 3))
 
 
-def batch(**options) -> torch.Tensor:
+def batch(**options):
     return torch.randn(4, 50, 32, **options)
 
 
-def kept_by(model: nn.Module, *args, **kwargs) -> int:
+def kept_by(model, *args, **kwargs):
     with SavedTensors(model) as kept:
         model(*args, **kwargs)
     return kept.bytes
@@ -268,7 +268,7 @@ def test_an_error_in_the_model_leaves_no_hook_behind():
         profile(lambda x: x, torch.randn(3))
 
 
-def notes(model: nn.Module) -> dict[str, str]:
+def notes(model):
     return {row.name: row.note for row in summary(model).rows if row.config is None}
 
 
@@ -356,7 +356,7 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     assert not any(module.training for module in model.modules())
 
 
-def headed() -> nn.Module:
+def headed():
     """What a conversion by default leaves exact: an output head, and a layer whose class is its own."""
     odd, gelu = type("Odd", (nn.Linear,), {})(32, 32), nn.functional.gelu
     return ModelOf(lambda it, x: it.lm_head(gelu(it.odd(gelu(it.body(x))))), **linears("body lm_head", 32), odd=odd)

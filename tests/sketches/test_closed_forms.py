@@ -44,7 +44,7 @@ def check(name, ratio, x, g, outcomes, tolerance=1e-11):
     assert abs(closed_form - variance) <= tolerance * scale, (name, x.shape[0], ratio)
 
 
-def signed(matrices, rows) -> Outcomes:
+def signed(matrices, rows):
     """Every pattern of row signs in front of equally likely matrices."""
     matrices = list(matrices)
     for signs in product((1.0, -1.0), repeat=rows):
@@ -137,7 +137,7 @@ def test_rows_without_replacement():
             check("rows_without_replacement", rank / rows, x, g, outcomes)
 
 
-def drawn_rows(p, rank, kept=()) -> Outcomes:
+def drawn_rows(p, rank, kept=()):
     """`kept` rows as they are, and the other `rank - len(kept)` drawn with replacement, row i with probability p_i."""
     drawn = rank - len(kept)
     for index in product(range(len(p)), repeat=drawn):

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from sketch_contract import structured_pair
-from torch import Tensor
 
 from rmm_linear import RMMConfig
 from rmm_linear.sketches import STORAGES
@@ -18,15 +17,15 @@ SEQUENCES = 3
 
 
 @pytest.fixture
-def pair() -> tuple[Tensor, Tensor]:
+def pair():
     return structured_pair(66, 24, 20, seed=3)
 
 
-def deep(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def deep(x, g):
     return x.unflatten(0, (SEQUENCES, -1)), g.unflatten(0, (SEQUENCES, -1))
 
 
-def sample_variance(parts: list[Tensor]) -> float:
+def sample_variance(parts):
     """Of a sum of independent parts, from the parts: n times their sample variance."""
     stacked = torch.stack(parts)
     return float(len(parts) * (stacked - stacked.mean(0)).square().sum() / (len(parts) - 1))

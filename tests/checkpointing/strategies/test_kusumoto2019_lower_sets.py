@@ -3,7 +3,6 @@
 import itertools
 import random
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
-    Blocks,
     LowerSetProgram,
     NodeGraph,
     all_lower_sets,
@@ -21,7 +19,7 @@ from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
 )
 
 
-def small_graphs(count: int) -> list[NodeGraph]:
+def small_graphs(count):
     shapes = itertools.cycle([(3, 2), (4, 3), (5, 3), (6, 2), (6, 4), (5, 1)])
     return [
         NodeGraph.of_forward(random_layers(nodes, seed=seed, width=width))
@@ -29,11 +27,11 @@ def small_graphs(count: int) -> list[NodeGraph]:
     ]
 
 
-def model_of(nodes: NodeGraph, blocks: Blocks) -> tuple[float, int]:
+def model_of(nodes, blocks):
     """Overhead and peak by the paper's model, eqs. 1 and 2, as they stand."""
     assert sorted(itertools.chain(*blocks)) == list(range(len(nodes.costs)))
-    lower: set[int] = set()
-    kept: set[int] = set()
+    lower = set()
+    kept = set()
     overhead, peak = 0.0, 0
     for block in blocks:
         lower |= set(block)
@@ -48,7 +46,7 @@ def model_of(nodes: NodeGraph, blocks: Blocks) -> tuple[float, int]:
     return overhead, peak
 
 
-def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
+def brute_force(nodes):
     """(overhead, peak) of each chain of lower sets."""
     everything = set(range(len(nodes.costs)))
     lower_sets = [
@@ -58,7 +56,7 @@ def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
         if not any(u not in some and v in some for u, v in nodes.edges)
     ]
 
-    def chains(lower: set[int], blocks: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def chains(lower, blocks):
         if lower == everything:
             yield blocks
         for larger in lower_sets:
@@ -68,7 +66,7 @@ def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
     return [model_of(nodes, blocks) for blocks in chains(set(), ())]
 
 
-def test_dp_equals_brute_force_on_random_graphs() -> None:
+def test_dp_equals_brute_force_on_random_graphs():
     for nodes in small_graphs(228):
         chains = brute_force(nodes)
         program = LowerSetProgram(nodes, all_lower_sets(nodes))
@@ -82,7 +80,7 @@ def test_dp_equals_brute_force_on_random_graphs() -> None:
         assert program.centric_plans(program.least_cap - 1) == ()
 
 
-def test_plans_of_fractional_costs_keep_their_caps() -> None:
+def test_plans_of_fractional_costs_keep_their_caps():
     """Costs with no common divisor share levels of the table."""
     draw = random.Random(3)
     graph = of_edges([draw.uniform(0.1, 9.0) for _ in range(60)], [4] * 60, [(i, i + 1) for i in range(59)])
@@ -94,7 +92,7 @@ def test_plans_of_fractional_costs_keep_their_caps() -> None:
         assert all(model_of(nodes, blocks)[1] <= cap for blocks in plans)
 
 
-def test_approximate_is_never_better_than_exact() -> None:
+def test_approximate_is_never_better_than_exact():
     worse = 0
     for nodes in small_graphs(228):
         exact = LowerSetProgram(nodes, all_lower_sets(nodes))
@@ -112,7 +110,7 @@ def test_approximate_is_never_better_than_exact() -> None:
     assert worse > 20
 
 
-def test_lower_sets_are_all_there_are_and_closed() -> None:
+def test_lower_sets_are_all_there_are_and_closed():
     for nodes in small_graphs(30):
         count = len(nodes.costs)
         closed = {
@@ -131,13 +129,13 @@ def test_lower_sets_are_all_there_are_and_closed() -> None:
             assert sizes[-1] == count
 
 
-def test_too_many_lower_sets_are_refused() -> None:
+def test_too_many_lower_sets_are_refused():
     with pytest.raises(ValueError, match=r"more than 1500 lower sets.*kusumoto2019_approximate"):
         get_strategy("kusumoto2019_exact").frontier(with_backward(star(12)))
     assert get_strategy("kusumoto2019_approximate").frontier(with_backward(star(12)))
 
 
-def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
+def test_random_ops_keep_their_order_where_lower_sets_would_swap_them():
     """Two branches that draw, interleaved: the ancestors of one draw alone would leave the other's behind."""
     ops = [
         Op("x", 1.0, (), (0,)),
@@ -156,7 +154,7 @@ def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
             validate(graph, Schedule.from_order(graph, order))
 
 
-def test_ops_that_only_the_next_one_reads_are_one_node() -> None:
+def test_ops_that_only_the_next_one_reads_are_one_node():
     ops = [
         Op("a", 2.0, (), (0, 1)),
         Op("b", 3.0, (0, 1), (2,)),
@@ -178,7 +176,7 @@ def test_ops_that_only_the_next_one_reads_are_one_node() -> None:
 
 
 @pytest.mark.slow
-def test_frontier_of_600_nodes_takes_at_most_ten_seconds() -> None:
+def test_frontier_of_600_nodes_takes_at_most_ten_seconds():
     for graph in (with_backward(chain([10] * 600)), with_backward(random_layers(600, seed=0))):
         begin = time.process_time()
         get_strategy("kusumoto2019_approximate").frontier(graph)

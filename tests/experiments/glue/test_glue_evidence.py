@@ -15,7 +15,7 @@ _SEEDS = (5, 5, 2, 3)
 _SPREADS = {"favourable": (1.0, 3.0, 0.5, 2.0), "unfavourable": (0.3, 0.3, 3.0, 0.3)}
 
 
-def _draws(mean: float, seed: int, case: str, draws: int) -> list[list[np.ndarray]]:
+def _draws(mean, seed, case, draws):
     random = np.random.default_rng(seed)
     spreads = _SPREADS[case]
     columns = [random.normal(mean, spread, (draws, seeds)) for spread, seeds in zip(spreads, _SEEDS, strict=True)]
@@ -40,7 +40,7 @@ def test_seeds_that_are_one_or_alike_have_no_interval(tasks):
     assert Average.of(tasks) is None
 
 
-def _result(task: str, method: str, seed: int, score: float, **more) -> dict:
+def _result(task, method, seed, score, **more):
     config = {"task": task, "method": method, "ratio": None, "center": None, "seed": seed, "timing": False}
     if method != "exact":
         config |= {"ratio": 0.5, "center": True}
@@ -59,7 +59,7 @@ def _result(task: str, method: str, seed: int, score: float, **more) -> dict:
     }
 
 
-def _gradient_noise(variance: float) -> dict:
+def _gradient_noise(variance):
     return {"step_variance": variance, "minibatch_variance": 4.0, "gradient_squared": 1.0}
 
 
@@ -84,7 +84,7 @@ def test_scores_are_compared_seed_by_seed_and_runs_without_a_pair_left_out():
 
 
 def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_on_two():
-    def on(device: str, method: str, seed: int, score: float) -> dict:
+    def on(device, method, seed, score):
         hardware = dict.fromkeys(("gpu", "cpu", "torch_threads")) | {"device": device}
         return _result("rte", method, seed, score, hardware=hardware)
 

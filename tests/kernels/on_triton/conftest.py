@@ -17,5 +17,5 @@ if not IS_INTERPRETED and not torch.cuda.is_available():
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
