@@ -129,9 +129,7 @@ def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not():
         assert counter.frame_count == frames
 
 
-def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_same_code_alone(
-    monkeypatch,
-):
+def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_same_code_alone(monkeypatch):
     x = torch.randn(4, 32, 16)
     # a code that no test had before: in a new folder Inductor would compile a dozen questions to the compiler again
     one, other = uuid.uuid4().hex, uuid.uuid4().hex

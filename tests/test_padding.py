@@ -11,15 +11,7 @@ from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from rmm_linear import (
-    PaddingGradientError,
-    RMMConfig,
-    RMMLinear,
-    convert_linears,
-    padding,
-    revert_linears,
-    valid_rows,
-)
+from rmm_linear import PaddingGradientError, RMMConfig, RMMLinear, convert_linears, padding, revert_linears, valid_rows
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors
 from rmm_linear.padding import RowsCheck, ValidRows, current_valid_rows

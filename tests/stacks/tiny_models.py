@@ -65,14 +65,7 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def train_step(
-    model,
-    batches,
-    *,
-    run=None,
-    autocast=False,
-    seed=0,
-):
+def train_step(model, batches, *, run=None, autocast=False, seed=0):
     """Forward and backward over all micro-batches, from one seed; `run` is what is called in the model's place."""
     model.zero_grad()
     torch.manual_seed(seed)
@@ -102,14 +95,7 @@ def relative_error(estimate, exact):
     return float((estimate - exact).norm() / exact.norm())
 
 
-def assert_estimates(
-    found,
-    exact,
-    estimated,
-    *,
-    same=torch.equal,
-    least=0.05,
-):
+def assert_estimates(found, exact, estimated, *, same=torch.equal, least=0.05):
     """Estimates are off by as much as their closed forms say, 0.2 to 3 for most layers, and others are the same."""
     assert found.keys() == exact.keys()
     assert estimated < found.keys()

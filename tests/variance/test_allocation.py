@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from rmm_linear import RMMConfig
-from rmm_linear.variance.allocation import (
-    Allocation,
-    LayerProfile,
-    NoiseProfile,
-    Option,
-    allocate_ratios,
-)
+from rmm_linear.variance.allocation import Allocation, LayerProfile, NoiseProfile, Option, allocate_ratios
 
 EXACT = RMMConfig(ratio=1.0)
 

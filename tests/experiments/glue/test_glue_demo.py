@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from experiments.glue import demo, demo_pretraining
-from experiments.glue.demo import (
-    POSSIBLE_NEIGHBOURS,
-    Grammar,
-    demo_splits,
-    demo_tokenizer,
-    has_possible_order,
-)
+from experiments.glue.demo import POSSIBLE_NEIGHBOURS, Grammar, demo_splits, demo_tokenizer, has_possible_order
 
 
 @pytest.fixture(scope="module")

@@ -137,9 +137,7 @@ def results(tiny_demo, tmp_path_factory):
     return {run.method: execute(run, tmp_path_factory.mktemp("results")) for run in runs}
 
 
-def test_a_result_holds_all_that_describes_the_run_and_nothing_of_the_machine(
-    results,
-):
+def test_a_result_holds_all_that_describes_the_run_and_nothing_of_the_machine(results):
     result = results["hadamard"]
     assert (result["status"], result["name"]) == ("complete", "demo-hadamard-0.1-centered-seed0")
     assert result["config"] == RunSettings(method="hadamard", ratio=0.1, **TWO_EPOCHS).recorded()

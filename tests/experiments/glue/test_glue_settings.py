@@ -3,12 +3,7 @@
 import pytest
 
 from experiments.command_line import HarnessError
-from experiments.glue.settings import (
-    CHECKPOINTING,
-    EXACT,
-    RunSettings,
-    load_named_config,
-)
+from experiments.glue.settings import CHECKPOINTING, EXACT, RunSettings, load_named_config
 from rmm_linear import RMMConfig
 from rmm_linear.sketches import available_sketches
 
