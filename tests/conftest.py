@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
 
 # Before anything imports huggingface_hub, which reads these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -28,13 +27,12 @@ if torch.cuda.is_available():
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that this machine has."""
+def device(request):
     return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     """The same random state at the start of each test, whatever ran before it."""
     torch.manual_seed(0)
 
@@ -44,7 +42,7 @@ PLANNERS = ("strategies", "test_local_search", "test_budget", "test_stored_plans
 
 
 @pytest.fixture(autouse=True)
-def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_searches(request, monkeypatch):
     """Search briefly for plans, which takes half of a small step's capture, but in slow tests and tests of planners."""
     is_of_planners = any(name in request.node.nodeid for name in PLANNERS)
     if not is_of_planners and request.node.get_closest_marker("slow") is None:
@@ -52,7 +50,7 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def draws_of_a_gpu() -> Iterator[None]:
+def draws_of_a_gpu():
     """A CPU draws what a GPU draws, as in a process of Triton's interpreter, to stand in for one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rmm_linear_kernels.random.STANDS_IN_FOR_GPU", True)
@@ -60,7 +58,16 @@ def draws_of_a_gpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def nan_poison() -> Iterator[None]:
+def process_group():
+    """A group of this process alone."""
+    distributed = pytest.importorskip("torch.distributed")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def nan_poison():
     """Uninitialised memory holds NaN instead of what happened to lie there, so that an unwritten element shows."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -72,12 +79,12 @@ def nan_poison() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Processes may share the tests."""
     parser.addoption("--share", metavar="K/N", help="run only every Nth test, from the Kth on: one of N processes")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Refuse a share that is none."""
     share = config.getoption("share")
     if share is not None:
@@ -88,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # After what `-m` and `-k` leave out.
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Tests that need a GPU are left out where there is none, or skipped if asked for; so are others' shares."""
     share = config.getoption("share")
     if share is not None:
@@ -108,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in needing]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """What was imported stays: collections, of which compilers cause many, need not look at it. A fifth of the time.
 
     They are rarer than usual as well; a test that speaks of what a collector frees calls it.
@@ -118,7 +125,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_sessionfinish(session, exitstatus):
     """A share of few tests may be none, which is no failure."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.getoption("share") is not None:
         session.exitstatus = pytest.ExitCode.OK

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.functional import linear
@@ -13,7 +13,7 @@ CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 LOW = (torch.bfloat16, torch.float16)
 
 
-def _step(layer: nn.Linear, x: Tensor, low: torch.dtype, device: torch.device) -> list[Tensor]:
+def _step(layer, x, low, device):
     x = x.clone().requires_grad_()
     with torch.autocast(device.type, low):
         output = layer(x)
@@ -23,9 +23,7 @@ def _step(layer: nn.Linear, x: Tensor, low: torch.dtype, device: torch.device) -
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("x_dtype", [torch.float32, "low"], ids=str)
-def test_output_grad_input_and_grad_bias_are_bit_equal_under_autocast(
-    low: torch.dtype, x_dtype: torch.dtype | str, device: torch.device
-) -> None:
+def test_output_grad_input_and_grad_bias_are_bit_equal_under_autocast(low, x_dtype, device):
     layer = RMMLinear(16, 8, device=device, config=CONFIG)
     plain = nn.Linear(16, 8, device=device)
     plain.load_state_dict(layer.state_dict())
@@ -42,13 +40,13 @@ def test_output_grad_input_and_grad_bias_are_bit_equal_under_autocast(
     assert layer.weight.grad.dtype == torch.float32
 
 
-def test_float64_is_not_lowered() -> None:
+def test_float64_is_not_lowered():
     layer = RMMLinear(16, 8, dtype=torch.float64, config=CONFIG)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(70, 16, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_the_kept_sketch_is_in_the_low_precision() -> None:
+def test_the_kept_sketch_is_in_the_low_precision():
     layer, x = RMMLinear(16, 8, config=CONFIG), torch.randn(256, 16, requires_grad=True)
     with SavedTensors() as kept, torch.autocast("cpu", torch.bfloat16):
         layer(x)
@@ -57,12 +55,12 @@ def test_the_kept_sketch_is_in_the_low_precision() -> None:
     assert kept.bytes == CONFIG.saved_bytes(256, 16, torch.bfloat16) + layer.weight.nbytes
 
 
-def test_a_weight_used_by_an_exact_layer_as_well_gets_both_gradients() -> None:
+def test_a_weight_used_by_an_exact_layer_as_well_gets_both_gradients():
     # A cast made inside the autograd function would enter autocast's weight cache without a graph: the exact use of
     # the same weight, later in the region, would then give it no gradient at all.
     x, weight = torch.randn(70, 16), torch.randn(8, 16)
 
-    def gradient(use_sketch: bool, use_exact: bool) -> Tensor:
+    def gradient(use_sketch, use_exact):
         leaf = weight.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             loss = torch.zeros(())
@@ -77,7 +75,7 @@ def test_a_weight_used_by_an_exact_layer_as_well_gets_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.01])
-def test_grad_scaler_settles_where_it_does_for_the_exact_layer(device: torch.device, ratio: float) -> None:
+def test_grad_scaler_settles_where_it_does_for_the_exact_layer(device, ratio):
     # Rows of 2**10 and gradients scaled close to float16's end: an S^T g kept in float16 would overflow, and the
     # scaler would back off where the exact layer's does not.
     scales = {}

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from sketch_contract import assert_unbiased
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear
@@ -14,13 +14,13 @@ CONFIG = RMMConfig(ratio=0.5, min_rows=1)
 VARIANTS = list(itertools.product((True, False), (True, False)))
 
 
-def _block(dropout: float = 0.0) -> nn.Sequential:
+def _block(dropout=0.0):
     torch.manual_seed(2)
     layers = [RMMLinear(6, 8, config=CONFIG), nn.GELU(), nn.Dropout(dropout), RMMLinear(8, 3, config=CONFIG)]
     return nn.Sequential(*layers)
 
 
-def _gradients(block: nn.Sequential, x: Tensor, weighting: Tensor, **checkpointing: bool) -> list[Tensor]:
+def _gradients(block, x, weighting, **checkpointing):
     block.zero_grad()
     x = x.clone().requires_grad_()
     output = checkpoint(block, x, **checkpointing) if checkpointing else block(x)
@@ -30,7 +30,7 @@ def _gradients(block: nn.Sequential, x: Tensor, weighting: Tensor, **checkpointi
 
 @pytest.mark.parametrize("changes", [{}, {"storage": "int4", "keep_tokens": (0,)}], ids=str)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_gradients_equal_the_plain_ones_bitwise(use_reentrant: bool, changes: dict[str, object]) -> None:
+def test_checkpointed_gradients_equal_the_plain_ones_bitwise(use_reentrant, changes):
     block, x, weighting = _block(dropout=0.3), torch.randn(5, 14, 6), torch.randn(5, 14, 3)
     for layer in (block[0], block[3]):
         layer.rmm_config = CONFIG.replace(**changes)
@@ -42,7 +42,7 @@ def test_checkpointed_gradients_equal_the_plain_ones_bitwise(use_reentrant: bool
 
 
 @pytest.mark.parametrize(("use_reentrant", "preserve_rng_state"), VARIANTS)
-def test_grad_input_is_exact_under_checkpointing(use_reentrant: bool, preserve_rng_state: bool) -> None:
+def test_grad_input_is_exact_under_checkpointing(use_reentrant, preserve_rng_state):
     block, x, weighting = _block(), torch.randn(70, 6), torch.randn(70, 3)
     got = _gradients(block, x, weighting, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
     block.eval()
@@ -58,9 +58,7 @@ def test_grad_input_is_exact_under_checkpointing(use_reentrant: bool, preserve_r
         pytest.param(False, False, "int4", marks=pytest.mark.grid),
     ],
 )
-def test_weight_gradient_is_unbiased_under_checkpointing(
-    use_reentrant: bool, preserve_rng_state: bool, storage: str | None
-) -> None:
+def test_weight_gradient_is_unbiased_under_checkpointing(use_reentrant, preserve_rng_state, storage):
     # A seed that is drawn anew in the recomputed forward, but not used there, gives the slope 0 instead of 1.
     # 600 draws see a bias of 6 % at 6 standard errors; false-alarm rate 3e-6.
     block, x, weighting = _block(), torch.randn(70, 6) + 0.5, torch.randn(70, 3) + 0.3
@@ -71,7 +69,7 @@ def test_weight_gradient_is_unbiased_under_checkpointing(
     exact = _gradients(block, x, weighting)
     block.train()
 
-    def relative(gradients: list[Tensor]) -> Tensor:
+    def relative(gradients):
         return torch.cat([(gradients[index] / exact[index].norm()).flatten() for index in (1, 3)])
 
     assert_unbiased(

@@ -1,35 +1,32 @@
 """torch.compile: one graph, no recompilation, the compiled gradient unbiased, and the sketch kept instead of x."""
 
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import counters
 
 import rmm_linear.fingerprint
 from rmm_linear import RMMConfig, RMMLinear, available_sketches
 from rmm_linear.memory import SavedTensors
-from rmm_linear.sketches import SKETCHES, STORAGES, Hadamard, SavedSketch
+from rmm_linear.sketches import SKETCHES, STORAGES, Hadamard
 
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
+def fresh_compiler():
     torch._dynamo.reset()
 
 
-def _network(config: RMMConfig) -> nn.Sequential:
+def _network(config):
     torch.manual_seed(2)
     return nn.Sequential(RMMLinear(16, 8, config=config), nn.GELU(), RMMLinear(8, 4, config=config))
 
 
-def step(run: Callable[[Tensor], Tensor], network: nn.Module, x: Tensor) -> list[Tensor]:
+def step(run, network, x):
     """The output and the gradients of the network's parameters, of one seed."""
     torch.manual_seed(5)
     output = run(x)
@@ -50,7 +47,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("changes", [*QUICK, *(pytest.param(each, marks=pytest.mark.grid) for each in ALL)], ids=str)
-def test_layers_are_one_frame_and_at_most_two_over_lengths_and_keep_their_bytes(changes: dict[str, Any]) -> None:
+def test_layers_are_one_frame_and_at_most_two_over_lengths_and_keep_their_bytes(changes):
     config = CONFIG.replace(**changes)
     network = _network(config)
     counter = CompileCounterWithBackend("aot_eager")
@@ -73,26 +70,26 @@ def test_layers_are_one_frame_and_at_most_two_over_lengths_and_keep_their_bytes(
 
 
 @pytest.mark.parametrize("of_images", [lambda x: x, torch.relu], ids=["leaf", "ReLU"])
-def test_an_input_that_has_no_view_as_a_matrix_is_compiled(of_images: Callable[[Tensor], Tensor]) -> None:
+def test_an_input_that_has_no_view_as_a_matrix_is_compiled(of_images):
     # as patches of images reach a Transformer
     network, images = _network(CONFIG), torch.randn(2, 16, 4, 4, requires_grad=True)
 
-    def run(images: Tensor) -> Tensor:
+    def run(images):
         return network(of_images(images).flatten(2).transpose(1, 2))
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, network, images), step(run, network, images), rtol=1e-4, atol=1e-4)
 
 
-def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard() -> None:
-    targets: list[Any] = []
-    names: list[str] = []
+def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard():
+    targets = []
+    names = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+    def backend(graph, inputs):
         targets.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    def guards(entries: list[GuardFilterEntry]) -> list[bool]:
+    def guards(entries):
         names.extend(entry.name for entry in entries if entry.guard_type == "CONSTANT_MATCH")
         return [True] * len(entries)
 
@@ -110,7 +107,7 @@ def test_a_layer_is_one_node_of_the_graph_and_its_configuration_one_guard() -> N
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
-def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast: bool, bias: bool) -> None:
+def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast, bias):
     # with a seed: the results of two calls have to be equal
     x, weight = torch.randn(3, 64, 16), torch.randn(8, 16, requires_grad=True)
     added = torch.randn(8, requires_grad=True) if bias else None
@@ -121,7 +118,7 @@ def test_the_operator_of_a_layer_is_one_that_torch_expects(autocast: bool, bias:
         assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
 
-def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> None:
+def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not():
     layer = RMMLinear(16, 8, config=CONFIG)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -132,14 +129,12 @@ def test_a_changed_configuration_is_compiled_anew_and_an_equal_one_is_not() -> N
         assert counter.frame_count == frames
 
 
-def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_same_code_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_inductor_gives_the_eager_gradients_and_finds_its_graph_on_disk_by_the_same_code_alone(monkeypatch):
     x = torch.randn(4, 32, 16)
     # a code that no test had before: in a new folder Inductor would compile a dozen questions to the compiler again
     one, other = uuid.uuid4().hex, uuid.uuid4().hex
 
-    def layer() -> RMMLinear:
+    def layer():
         torch.manual_seed(2)
         # a new configuration, whose key for the graph tells the code
         return RMMLinear(16, 8, config=CONFIG.replace())
@@ -164,21 +159,19 @@ SCHEDULE = {"factor": 1.0}
 class Scheduled(Hadamard):
     """Somebody's sketch, which looks at what changes while it trains."""
 
-    def compress(self, x: Tensor, seed: Tensor, *, mean: Tensor | None = None) -> SavedSketch:
+    def compress(self, x, seed, *, mean=None):
         return super().compress(x * SCHEDULE["factor"], seed, mean=mean)
 
 
 class Exact(RMMConfig):
     """Somebody's configuration, which never sketches."""
 
-    def sketches(self, rows: int, kept: int = 0) -> bool:
+    def sketches(self, rows, kept=0):
         return False
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_at(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_at(backend, monkeypatch):
     monkeypatch.setitem(SKETCHES, "scheduled", Scheduled)
     layer = RMMLinear(16, 8, config=RMMConfig(sketch="scheduled", center=False, min_rows=1))
     compiled = torch.compile(layer, backend=backend)
@@ -194,7 +187,7 @@ def test_sketches_and_configurations_of_others_are_followed_whatever_they_look_a
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_is_exported_without_gradients_needs_no_library(strict: bool) -> None:
+def test_what_is_exported_without_gradients_needs_no_library(strict):
     with torch.no_grad():
         exported = torch.export.export(_network(CONFIG), (torch.randn(128, 16),), strict=strict)
     assert not [node for node in exported.graph.nodes if "rmm_linear" in str(node.target)]

@@ -31,8 +31,7 @@ LAYOUTS = {
 }
 
 
-def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, width: int = 40) -> tuple[Conv1D, nn.Module]:
-    """An exact layer and a sketched copy of it."""
+def pair(config=CONFIG, dtype=torch.float32, width=40):
     exact = Conv1D(24, width).to(dtype)
     nn.init.normal_(exact.bias)
     return exact, convert_linears(copy.deepcopy(exact), config=config)
@@ -46,7 +45,7 @@ def pair(config: RMMConfig = CONFIG, dtype: torch.dtype = torch.float32, width: 
     ],
     ids=str,
 )
-def test_output_grad_input_and_grad_bias_are_bit_equal(layout: str, dtype: torch.dtype) -> None:
+def test_output_grad_input_and_grad_bias_are_bit_equal(layout, dtype):
     shape, view = LAYOUTS[layout]
     base = torch.randn(shape).to(dtype)
     width = view(base).shape[-1]
@@ -64,13 +63,13 @@ def test_output_grad_input_and_grad_bias_are_bit_equal(layout: str, dtype: torch
     assert torch.equal(results[0][3], results[1][3]) == (layout == "1d")
 
 
-def test_an_input_that_is_no_view_of_rows_is_taken() -> None:
+def test_an_input_that_is_no_view_of_rows_is_taken():
     exact, sketched = pair()
     x = torch.randn(23, 6, 40).transpose(0, 1)
     assert torch.equal(sketched(x), exact(x.contiguous()))
 
 
-def test_siblings_share_whatever_the_strides() -> None:
+def test_siblings_share_whatever_the_strides():
     model = ModelOf(lambda it, x: it.one(x) + it.two(x), one=Conv1D(24, 40), two=Conv1D(24, 40))
     wide = torch.randn(6, 23, 80)
     for x in (wide[..., :40], wide[..., ::2], torch.randn(40, 138).t()):
@@ -82,12 +81,12 @@ def test_siblings_share_whatever_the_strides() -> None:
         revert_linears(model)
 
 
-def test_the_whole_model_keeps_what_was_predicted_under_autocast() -> None:
+def test_the_whole_model_keeps_what_was_predicted_under_autocast():
     model, ids = tiny("GPT2LMHeadModel", dropout=0.1), torch.randint(0, 50, (8, 32))
     inputs = {"input_ids": ids, "labels": ids}
     config = RMMConfig(ratio=0.25, min_rows=1)
 
-    def run() -> None:
+    def run():
         with torch.autocast("cpu", torch.bfloat16):
             model(**inputs)
 
@@ -104,7 +103,7 @@ def test_the_whole_model_keeps_what_was_predicted_under_autocast() -> None:
     assert saving.kept_bytes == report.predict(config, layers=names) < 0.9 * exact.bytes
 
 
-def test_it_is_saved_copied_and_reverted() -> None:
+def test_it_is_saved_copied_and_reverted():
     exact, sketched = pair()
     assert list(exact.state_dict()) == list(sketched.state_dict())
     assert isinstance(sketched, Conv1D)
@@ -121,7 +120,7 @@ def test_it_is_saved_copied_and_reverted() -> None:
 
 
 @pytest.mark.slow
-def test_a_pickle_is_read_by_a_process_that_has_not_met_transformers(tmp_path) -> None:
+def test_a_pickle_is_read_by_a_process_that_has_not_met_transformers(tmp_path):
     path = tmp_path / "layer.pt"
     torch.save(pair()[1], path)
     code = (
@@ -135,7 +134,7 @@ def test_a_pickle_is_read_by_a_process_that_has_not_met_transformers(tmp_path) -
     assert done.stdout.split("\n")[0] == "RMMConv1D (40, 24)", done.stderr
 
 
-def test_a_probe_sees_input_and_gradient() -> None:
+def test_a_probe_sees_input_and_gradient():
     sketched = pair()[1]
     seen = []
     probe = LayerProbe(sketched, lambda name, layer, x, g, index: seen.append((name, x.shape, g.shape)))
@@ -144,7 +143,7 @@ def test_a_probe_sees_input_and_gradient() -> None:
     assert seen == [("", (6, 23, 40), (6, 23, 24))]
 
 
-def test_it_compiles_whole() -> None:
+def test_it_compiles_whole():
     torch._dynamo.reset()
     sketched = pair()[1]
     compiled = torch.compile(sketched, backend="aot_eager", fullgraph=True)
@@ -156,7 +155,7 @@ def test_it_compiles_whole() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_bad_input_is_named() -> None:
+def test_bad_input_is_named():
     with pytest.raises(ValueError, match="config is a float; pass an RMMConfig"):
         RMMConv1D(24, 40, config=0.5)
     with pytest.raises(ValueError, match=r"x's last dimension must be the weight's 40 input features"):

@@ -62,9 +62,6 @@ def in_a_base_model():
     return model
 
 
-# which configuration
-
-
 def test_a_ratio_is_short_for_a_configuration_and_half_is_the_default():
     assert convert_linears(two_blocks()).layers[0].dense.rmm_config == RMMConfig(ratio=0.5)
     assert convert_linears(two_blocks(), 0.3).layers[0].dense.rmm_config == RMMConfig(ratio=0.3)
@@ -84,8 +81,6 @@ def test_a_converted_layer_is_the_same_object_and_a_second_call_reconfigures_its
     assert model.layers[0].attention.query.rmm_config == config
     assert model.layers[0].attention.key.rmm_config == RMMConfig(ratio=0.25)
 
-
-# which layers
 
 QUERIES = [f"layers.{block}.attention.query" for block in (0, 1)]
 LAYERS = {
@@ -150,6 +145,11 @@ LAYERS = {
         ["_orig_mod.layers.0.dense"],
     ),
     "the model is a layer": (lambda: nn.Linear(4, 4), {}, [""]),
+    "a shared module has any of its names": (
+        lambda: nn.ModuleDict(dict.fromkeys(("first", "second"), nn.Linear(4, 4))),
+        {"target_modules": ["second"]},
+        ["first"],
+    ),
 }
 
 
@@ -188,14 +188,6 @@ def test_the_first_override_that_matches_wins_and_none_leaves_exact():
     assert type(model.layers[0].attention.key) is RMMLinear
 
 
-def test_a_shared_module_is_visited_once_and_matched_by_any_of_its_names():
-    shared = nn.Linear(4, 4)
-    model = nn.ModuleDict({"first": shared, "second": shared})
-    convert_linears(model, target_modules=["second"])
-    assert [row.name for row in summary(model).rows] == ["first"]
-    assert type(shared) is RMMLinear
-
-
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
@@ -207,9 +199,6 @@ def test_a_shared_module_is_visited_once_and_matched_by_any_of_its_names():
 )
 def test_wrapper_prefixes_are_stripped(raw, expected):
     assert strip_wrappers(raw) == expected
-
-
-# what cannot be converted
 
 
 def hooked():
@@ -297,25 +286,18 @@ def test_nothing_convertible_among_the_matches_is_an_error():
             convert_linears(nn.Sequential(layer))
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    if not torch.distributed.is_available():
-        pytest.skip("torch.distributed is not available")
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("is_sharded_first", [True, False])
-def test_a_fully_sharded_layer_keeps_its_unshard_whenever_it_is_converted(process_group, is_sharded_first):
+def test_a_fully_sharded_layer_keeps_its_unshard_whenever_it_is_converted(is_sharded_first):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     if not is_sharded_first:
         convert_linears(model, 0.5)
+    mesh = init_device_mesh("cpu", (1,))
     for part in (model[0], model[2], model):
-        fully_shard(part, mesh=process_group)
+        fully_shard(part, mesh=mesh)
     before = type(model[0])
     convert_linears(model, 0.25)
     assert isinstance(model[0], RMMLinear)
@@ -330,9 +312,6 @@ def test_a_fully_sharded_layer_keeps_its_unshard_whenever_it_is_converted(proces
     assert issubclass(reverted, FSDPModule)
     assert not issubclass(reverted, RMMLinear)
     assert (reverted is before) == is_sharded_first
-
-
-# what must not change
 
 
 def test_state_dicts_go_both_ways_and_an_optimizer_of_before_trains_on():
@@ -379,9 +358,6 @@ def test_a_model_of_transformers_is_saved_as_a_plain_one_and_keeps_its_tied_head
     plain = type(model).from_pretrained(tmp_path)
     assert converted(plain) == []
     assert all(torch.equal(plain.state_dict()[name], value) for name, value in model.state_dict().items())
-
-
-# bad input
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@
 """
 
 import itertools
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -26,10 +24,8 @@ grid = partial(pytest.param, marks=pytest.mark.grid)
 ROWS, FEATURES, OUTPUTS = 300, 32, 16
 
 
-def tensors(
-    dtype: torch.dtype = torch.float32, rows: int = ROWS
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    def normal(*shape: int) -> torch.Tensor:
+def tensors(dtype=torch.float32, rows=ROWS):
+    def normal(*shape):
         return torch.randn(shape, device=DEVICE, dtype=dtype)
 
     weight, bias = normal(OUTPUTS, FEATURES).requires_grad_(), normal(OUTPUTS).requires_grad_()
@@ -43,12 +39,12 @@ CONFIGS = [
 ]
 
 
-def replaying(step: Callable[[], Any], warm_ups: int) -> tuple[Callable[[], object], Any]:
+def replaying(step, warm_ups):
     """Capture a step: what replays it, and the tensors that then hold what it returns."""
     if DEVICE.type == "cpu":
         results = step()
 
-        def again() -> None:
+        def again():
             found = step()
             for old, new in zip(tree_leaves(results), tree_leaves(found), strict=True):
                 old.detach().copy_(new)
@@ -90,7 +86,7 @@ def test_no_step_waits_for_the_device(config, kernels, dtype, center):
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def converted(config: RMMConfig, dtype: torch.dtype) -> nn.Sequential:
+def converted(config, dtype):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(FEATURES, 48), nn.GELU(), nn.Linear(48, OUTPUTS)).to(DEVICE, dtype)
     convert_linears(model, config=config)
@@ -154,7 +150,7 @@ def test_codes_are_those_of_the_cpu(kind):
 def test_each_replay_of_a_cuda_graph_draws_its_own_sketch(config):
     x, weight, bias, g = tensors()
 
-    def step() -> torch.Tensor:
+    def step():
         return torch.autograd.grad(linear(x, weight, bias, config=config), weight, g)[0]
 
     replay, captured = replaying(step, 1)
@@ -177,7 +173,7 @@ def test_a_captured_step_follows_its_input(config, dtype):
     model = converted(config, dtype)
     x, _, _, g = tensors(dtype)
 
-    def step() -> tuple[torch.Tensor, ...]:
+    def step():
         output = model(x)
         return output, *torch.autograd.grad(output, tuple(model.parameters()), g)
 

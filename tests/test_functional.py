@@ -1,12 +1,10 @@
 """The functional layer: exact where it promises to be, estimated where it says so, and clear about bad input."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear import RMMConfig
@@ -33,7 +31,7 @@ LAYOUTS = {
 }
 
 
-def _run(base: Tensor, layout: str, weight: Tensor, bias: Tensor | None, g: Tensor, *, sketched: bool) -> list[Tensor]:
+def _run(base, layout, weight, bias, g, *, sketched):
     """Output, grad_input and grad_bias."""
     leaves = [None if leaf is None else leaf.clone().requires_grad_() for leaf in (base, weight, bias)]
     x = LAYOUTS[layout][1](leaves[0])
@@ -44,7 +42,7 @@ def _run(base: Tensor, layout: str, weight: Tensor, bias: Tensor | None, g: Tens
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_output_grad_input_and_grad_bias_are_bit_equal_to_nn_linear(dtype: torch.dtype, layout: str) -> None:
+def test_output_grad_input_and_grad_bias_are_bit_equal_to_nn_linear(dtype, layout):
     shape, view = LAYOUTS[layout]
     base, weight = torch.randn(shape).to(dtype), torch.randn(24, 40).to(dtype)
     wide = torch.randn(*view(base).shape[:-1], 48).to(dtype)
@@ -59,11 +57,11 @@ def test_output_grad_input_and_grad_bias_are_bit_equal_to_nn_linear(dtype: torch
 class _Products(TorchDispatchMode):
     """The matrix products that are formed: shapes and strides of their operands."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[object] = []
+        self.found = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.mm.default:
             self.found.append(tuple((operand.shape, operand.stride()) for operand in args))
         return function(*args, **(kwargs or {}))
@@ -85,9 +83,7 @@ SINGLES = {
 }
 
 
-def _grad_input_and_its_product(
-    run: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, g: Tensor
-) -> tuple[Tensor, list[object]]:
+def _grad_input_and_its_product(run, x, weight, bias, g):
     leaf = x.detach().requires_grad_()
     output = run(leaf, weight, bias)
     with _Products() as mode:
@@ -97,7 +93,7 @@ def _grad_input_and_its_product(
 
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("layout", SINGLES)
-def test_grad_input_is_the_product_that_nn_linear_forms(layout: str, has_bias: bool) -> None:
+def test_grad_input_is_the_product_that_nn_linear_forms(layout, has_bias):
     """The same operands in the same order: whether the transposed product rounds otherwise depends on the machine."""
     x = SINGLES[layout]()
     weight = torch.randn(48, x.shape[-1], requires_grad=True)
@@ -111,14 +107,14 @@ def test_grad_input_is_the_product_that_nn_linear_forms(layout: str, has_bias: b
 @pytest.mark.parametrize(
     ("ratio", "min_rows", "rows"), [(1.0, 1, 70), (0.5, 71, 70), (0.5, 0, 0), (0.5, 1, 0)], ids=str
 )
-def test_weight_gradient_is_bit_equal_where_nothing_is_sketched(ratio: float, min_rows: int, rows: int) -> None:
+def test_weight_gradient_is_bit_equal_where_nothing_is_sketched(ratio, min_rows, rows):
     config = RMMConfig(ratio=ratio, min_rows=min_rows)
     x, weight = torch.randn(rows, 8), torch.randn(5, 8, requires_grad=True)
     outputs = linear(x, weight, config=config), F.linear(x, weight)
     assert torch.equal(*(torch.autograd.grad(output.square().sum(), weight)[0] for output in outputs))
 
 
-def test_a_frozen_weight_keeps_nothing_and_draws_nothing() -> None:
+def test_a_frozen_weight_keeps_nothing_and_draws_nothing():
     x, weight = torch.randn(200, 8, requires_grad=True), torch.randn(5, 8)
     state = torch.get_rng_state()
     with SavedTensors() as kept:
@@ -130,7 +126,7 @@ def test_a_frozen_weight_keeps_nothing_and_draws_nothing() -> None:
     assert torch.equal(x.grad, F.linear(x.detach(), weight).new_ones(200, 5) @ weight)
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_what_needs_a_gradient_gets_one():
     x, bias = torch.randn(200, 8), torch.randn(5)
     for needs in [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 0, 1), (0, 0, 1)]:
         tensors = (x, torch.randn(5, 8), bias)
@@ -139,10 +135,10 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         assert tuple(leaf.grad is not None for leaf in leaves) == needs
 
 
-def test_same_seed_is_bitwise_equal_and_the_default_generator_governs() -> None:
+def test_same_seed_is_bitwise_equal_and_the_default_generator_governs():
     x, weight = torch.randn(300, 8), torch.randn(5, 8, requires_grad=True)
 
-    def gradient(seed: Tensor | int | None = None) -> Tensor:
+    def gradient(seed=None):
         return torch.autograd.grad(linear(x, weight, config=CONFIG, seed=seed).square().sum(), weight)[0]
 
     assert torch.equal(gradient(5), gradient(torch.tensor(5)))
@@ -154,10 +150,10 @@ def test_same_seed_is_bitwise_equal_and_the_default_generator_governs() -> None:
     assert torch.equal(gradient(), first)
 
 
-def test_create_graph_and_torch_func_give_the_same_gradients() -> None:
+def test_create_graph_and_torch_func_give_the_same_gradients():
     x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
 
-    def loss(weight: Tensor) -> Tensor:
+    def loss(weight):
         return linear(x, weight, config=CONFIG, seed=1).square().sum()
 
     (plain,) = torch.autograd.grad(loss(weight), weight)
@@ -167,7 +163,7 @@ def test_create_graph_and_torch_func_give_the_same_gradients() -> None:
     torch.testing.assert_close(got, torch.func.grad(lambda x: F.linear(x, weight).square().sum())(x))
 
 
-def test_an_input_without_gradient_does_not_keep_the_weight() -> None:
+def test_an_input_without_gradient_does_not_keep_the_weight():
     # Neither does nn.Linear: the weight may be changed in place, and a computed one is not kept.
     x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
     output = linear(x, weight, config=CONFIG)
@@ -181,7 +177,7 @@ def test_an_input_without_gradient_does_not_keep_the_weight() -> None:
     assert not kept.holds(computed)
 
 
-def test_no_grad_and_inference_mode_give_a_plain_output_and_only_no_grad_draws_a_seed() -> None:
+def test_no_grad_and_inference_mode_give_a_plain_output_and_only_no_grad_draws_a_seed():
     x, weight = torch.randn(200, 8), torch.randn(5, 8, requires_grad=True)
     for mode in (torch.inference_mode, torch.no_grad):
         state = torch.get_rng_state()
@@ -192,7 +188,7 @@ def test_no_grad_and_inference_mode_give_a_plain_output_and_only_no_grad_draws_a
         assert torch.equal(torch.get_rng_state(), state) == (mode is torch.inference_mode)
 
 
-def test_nested_inputs_train_exactly_and_meta_ones_have_a_shape() -> None:
+def test_nested_inputs_train_exactly_and_meta_ones_have_a_shape():
     weight = torch.randn(5, 8, requires_grad=True)
     parts = [torch.randn(70, 8), torch.randn(90, 8)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
@@ -202,7 +198,7 @@ def test_nested_inputs_train_exactly_and_meta_ones_have_a_shape() -> None:
     assert linear(meta, torch.empty(5, 8, device="meta", requires_grad=True), config=CONFIG).shape == (200, 5)
 
 
-def test_transients_stay_small_at_a_tiny_ratio() -> None:
+def test_transients_stay_small_at_a_tiny_ratio():
     # A Hadamard matrix of 2 / ratio squared would take gigabytes.
     x, weight = torch.randn(20000, 2), torch.randn(3, 2, requires_grad=True)
     linear(x, weight, config=CONFIG.replace(ratio=1e-4)).sum().backward()
@@ -228,13 +224,13 @@ def test_transients_stay_small_at_a_tiny_ratio() -> None:
         ({"valid_rows": ValidRows(torch.ones(3))}, "must have x's shape without the last dimension"),
     ],
 )
-def test_bad_input_is_named_with_its_remedy(change: dict[str, object], message: str) -> None:
+def test_bad_input_is_named_with_its_remedy(change, message):
     arguments = {"x": torch.zeros(4, 8), "weight": torch.zeros(5, 8, requires_grad=True), "bias": None}
     with pytest.raises(ValueError, match=message):
         linear(**{**arguments, "config": CONFIG, **change})
 
 
-def test_no_output_features_behave_as_in_nn_linear() -> None:
+def test_no_output_features_behave_as_in_nn_linear():
     x, weight = torch.randn(200, 8, requires_grad=True), torch.empty(0, 8, requires_grad=True)
     linear(x, weight, config=CONFIG).sum().backward()
     assert weight.grad.shape == (0, 8)
@@ -243,7 +239,7 @@ def test_no_output_features_behave_as_in_nn_linear() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64, 8), (4, 16, 8), (2, 2, 16, 8)])
-def test_the_output_may_be_changed_in_place(shape: tuple[int, ...], bias: bool) -> None:
+def test_the_output_may_be_changed_in_place(shape, bias):
     layer = torch.nn.Linear(8, 6, bias=bias)
     found = []
     for config in (RMMConfig(ratio=0.5, min_rows=1), RMMConfig(ratio=1.0)):

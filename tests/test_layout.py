@@ -3,9 +3,10 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -69,17 +70,17 @@ ALLOWED = {
 ON_TOP = {"__init__", "integrations", "cli"}
 
 
-def python_files(folder: Path) -> list[Path]:
+def python_files(folder):
     return sorted(path for path in folder.rglob("*.py") if ".venv" not in path.parts and "build" not in path.parts)
 
 
 @cache
-def imported_modules(path: Path) -> tuple[str, ...]:
+def imported_modules(path):
     """Absolute dotted names of everything that the file imports, at any depth; relative imports resolved."""
     return tuple(_imported_modules(path))
 
 
-def _imported_modules(path: Path) -> Iterator[str]:
+def _imported_modules(path):
     package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -91,7 +92,7 @@ def _imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def layer_of(path: Path) -> str:
+def layer_of(path):
     return path.relative_to(LIBRARY).with_suffix("").parts[0]
 
 
@@ -109,7 +110,7 @@ IMPORTERS = {
 }
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code):
     """Run code in a fresh interpreter that sees the sources, installed or not."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, "-c", code]
@@ -290,3 +291,38 @@ def test_public_names_exist():
 
     assert [name for name in rmm_linear.__all__ if not hasattr(rmm_linear, name)] == []
     assert len(set(rmm_linear.__all__)) == len(rmm_linear.__all__)
+
+
+SOURCES = {"rmm_linear": ROOT / "rmm_linear", "rmm_linear_kernels": ROOT / "kernels" / "rmm_linear_kernels"}
+
+
+def test_the_wheel_has_every_module_and_can_be_imported_alone(tmp_path):
+    pytest.importorskip("setuptools")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in SOURCES.values():
+        shutil.copytree(folder, tmp_path / folder.relative_to(ROOT), ignore=ignored)
+    for other in ("experiments", "tests"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "__init__.py").touch()
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", ".", "-w", "dist"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "alone")
+    expected = {f"{name}/{path.relative_to(of)}" for name, of in SOURCES.items() for path in of.rglob("*.py")}
+    found = {str(path.relative_to(tmp_path / "alone")) for path in (tmp_path / "alone").rglob("*.py")}
+    assert found == expected
+    assert (tmp_path / "alone" / "rmm_linear" / "py.typed").exists()
+    assert {path.name for path in (tmp_path / "alone").iterdir() if path.suffix != ".dist-info"} == set(SOURCES)
+    code = "import rmm_linear, rmm_linear.compiler; print(rmm_linear.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "alone",
+        env={"PYTHONPATH": str(tmp_path / "alone"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(str(tmp_path / "alone"))

@@ -14,7 +14,7 @@ from rmm_linear.memory import SavedTensors
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 
-def test_it_is_a_linear_layer_with_a_config() -> None:
+def test_it_is_a_linear_layer_with_a_config():
     layer = RMMLinear(16, 8, bias=False, dtype=torch.float64, config=CONFIG)
     assert isinstance(layer, nn.Linear)
     assert layer.weight.dtype == torch.float64
@@ -25,9 +25,11 @@ def test_it_is_a_linear_layer_with_a_config() -> None:
     )
     with pytest.raises(ValueError, match="RMMConfig"):
         RMMLinear(16, 8, config={"ratio": 0.5})
+    with pytest.raises(TypeError):
+        RMMLinear(4, 4)(None)
 
 
-def test_initial_parameters_equal_those_of_nn_linear() -> None:
+def test_initial_parameters_equal_those_of_nn_linear():
     torch.manual_seed(5)
     plain = nn.Linear(16, 8)
     torch.manual_seed(5)
@@ -36,7 +38,7 @@ def test_initial_parameters_equal_those_of_nn_linear() -> None:
     assert list(plain.state_dict()) == list(layer.state_dict())
 
 
-def test_eval_mode_is_nn_linear_to_the_bit_and_the_byte() -> None:
+def test_eval_mode_is_nn_linear_to_the_bit_and_the_byte():
     layer = RMMLinear(16, 8, config=CONFIG).eval()
     plain = nn.Linear(16, 8)
     plain.load_state_dict(layer.state_dict())
@@ -54,7 +56,7 @@ def test_eval_mode_is_nn_linear_to_the_bit_and_the_byte() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_training_mode_is_sketched_and_the_config_may_change() -> None:
+def test_training_mode_is_sketched_and_the_config_may_change():
     layer = RMMLinear(16, 8, config=CONFIG)
     x, g = torch.randn(300, 16), torch.randn(300, 8)
     exact = g.t() @ x
@@ -66,7 +68,7 @@ def test_training_mode_is_sketched_and_the_config_may_change() -> None:
     torch.testing.assert_close(layer.weight.grad, exact)
 
 
-def test_copies_keep_parameters_and_config() -> None:
+def test_copies_keep_parameters_and_config():
     model, file = convert_linears(nn.Sequential(nn.Linear(16, 8)), config=CONFIG), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -76,8 +78,3 @@ def test_copies_keep_parameters_and_config() -> None:
         assert other[0] is not model[0]
         assert other[0].rmm_config == CONFIG
         assert torch.equal(other[0].weight, model[0].weight)
-
-
-def test_no_tensor_is_refused_as_nn_linear_does() -> None:
-    with pytest.raises(TypeError):
-        RMMLinear(4, 4)(None)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from model_of import ModelOf
 from tiny_transformers import tiny
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -153,21 +154,15 @@ def test_what_can_not_be_met_names_the_least(batch, times):
         fit_stack(_stack(), batch, "85%", noise=1e-9, allow="code")
 
 
-class _Replacing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count = self.count + 1
-        return x * self.count
+def _replacing(it, x):
+    it.count = it.count + 1
+    return x * it.count
 
 
-class _Writing(_Replacing):
-    def forward(self, x):
-        # no version tells of it
-        self.count.data.add_(1)
-        return x * self.count
+def _writing(it, x):
+    # no version tells of it
+    it.count.data.add_(1)
+    return x * it.count
 
 
 @pytest.mark.parametrize(
@@ -175,8 +170,7 @@ class _Writing(_Replacing):
     [
         partial(nn.BatchNorm1d, WIDTH),
         lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-        _Replacing,
-        _Writing,
+        *(lambda run=run: ModelOf(run, count=torch.zeros(())) for run in (_replacing, _writing)),
     ],
 )
 @pytest.mark.parametrize("is_short_of_memory", [False, pytest.param(True, marks=pytest.mark.grid)])
@@ -324,31 +318,24 @@ def test_caches_of_the_first_step_are_not_in_the_peak(batch):
     assert fit_stack(Caching(_stack()).train(), batch, noise=0).plain_bytes < 16 * 2**20
 
 
-class _Calls(nn.Module):
+def _calling(make, call):
     """Three blocks, each called by a function."""
 
-    def __init__(self, make, call):
-        super().__init__()
-        self.blocks, self.call = nn.ModuleList([make() for _ in range(3)]), call
-
-    def forward(self, x):
+    def run(it, x):
         x = x.clone()
-        for block in self.blocks:
-            x = self.call(block, x)
+        for block in it.blocks:
+            x = call(block, x)
         return x
 
-
-class _Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = _stack()[0]
-
-    def forward(self, x, debug=False, forward=1):
-        return self.inner(x) * (3 if debug else 1) * forward
+    return ModelOf(run, blocks=nn.ModuleList(make(*_stack()[0]) for _ in range(3)))
 
 
 def test_blocks_may_have_keywords_of_checkpoints(batch, times):
-    model = _Calls(_Block, lambda block, x: block(x, debug=True, forward=2)).train()
+    class Block(nn.Sequential):
+        def forward(self, x, debug=False, forward=1):
+            return super().forward(x) * (3 if debug else 1) * forward
+
+    model = _calling(Block, lambda block, x: block(x, debug=True, forward=2)).train()
     expected = _gradients(model, batch)
     assert fit_stack(model, batch, "70%", noise=0).chosen.checkpoints
     assert_equal(_gradients(model, batch), expected)
@@ -356,12 +343,12 @@ def test_blocks_may_have_keywords_of_checkpoints(batch, times):
 
 @pytest.mark.parametrize("has_keywords", [False, True])
 def test_blocks_that_change_their_inputs_are_not_checkpointed(batch, times, has_keywords):
-    class Adds(_Block):
+    class Adds(nn.Sequential):
         def forward(self, x):
             x += 1
             return super().forward(x)
 
-    model = _Calls(Adds, lambda block, x: block(x=x) if has_keywords else block(x)).train()
+    model = _calling(Adds, lambda block, x: block(x=x) if has_keywords else block(x)).train()
     with pytest.raises(InfeasibleBudgetError, match="modified by an inplace operation"):
         fit_stack(model, batch, "70%", noise=0)
 

@@ -4,7 +4,6 @@ The references run as they do on a GPU without kernels. `tests/test_cuda.py` ask
 """
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,9 @@ MAKERS = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (Tenso
 class Waits(TorchDispatchMode):
     """What a GPU would wait for: numbers asked of it, sizes that depend on them, and copies from the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[str] = []
+        self.found = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
@@ -62,7 +61,7 @@ class Waits(TorchDispatchMode):
         return make
 
 
-def waits(dtype: torch.dtype = torch.bfloat16, rows: int = 300, **options: Any) -> list[str]:
+def waits(dtype=torch.bfloat16, rows=300, **options):
     """Of a step: inside of the operators, and around them."""
     config = RMMConfig(min_rows=1, **options)
     layer = RMMLinear(FEATURES, OUT, config=config, device="meta", dtype=dtype)
@@ -91,7 +90,7 @@ CASES = [
 ]
 
 
-def of_the_grid(options: dict[str, Any]) -> bool:
+def of_the_grid(options):
     """Of storages and dtypes, a sketch that looks at no data and one that does stand for all."""
     is_plain = options.get("storage") is None and options.get("dtype", torch.float32) == torch.float32
     return not is_plain and options.get("sketch", "hadamard") not in ("hadamard", "crs")

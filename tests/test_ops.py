@@ -173,12 +173,3 @@ def test_ranks_seeded_alike_draw_different_seeds_a_stride_apart(monkeypatch):
     torch.manual_seed(5)
     own = int(torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64))
     assert [(seeds[0] - own) % (1 << 64) for seeds in drawn] == [rank * stride % (1 << 64) for rank in ranks]
-
-
-def test_a_real_process_group_supplies_the_rank(tmp_path):
-    assert ops.data_parallel_rank() == 0
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert ops.data_parallel_rank() == 0
-    finally:
-        torch.distributed.destroy_process_group()

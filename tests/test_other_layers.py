@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from tiny_transformers import SIZES, tiny
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, summary
 from rmm_linear.memory import SavedTensors, profile
@@ -16,21 +16,21 @@ CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 class PackedLinear(nn.Module):
     """As quantization libraries have it: packed codes in a buffer, and no nn.Linear."""
 
-    def __init__(self, in_features: int, out_features: int, *, trains: bool = False) -> None:
+    def __init__(self, in_features, out_features, *, trains=False):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.register_buffer("codes", torch.zeros(out_features, in_features, dtype=torch.int8))
         self.scale = nn.Parameter(torch.ones(out_features), requires_grad=trains)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.codes.to(x.dtype).t() * self.scale
 
 
-def others(model: nn.Module) -> dict[str, str]:
+def others(model):
     return dict(summary(model).others)
 
 
-def test_frozen_ones_are_named_and_trained_ones_warned_of() -> None:
+def test_frozen_ones_are_named_and_trained_ones_warned_of():
     assert others(nn.ModuleDict({"one": nn.Linear(8, 8), "two": PackedLinear(8, 8)})) == {
         "two": f"its class is {__name__}.PackedLinear, not nn.Linear"
     }
@@ -50,7 +50,7 @@ def test_frozen_ones_are_named_and_trained_ones_warned_of() -> None:
         convert_linears(nn.Sequential(PackedLinear(8, 8)), config=CONFIG)
 
 
-def test_models_without_such_layers_have_none() -> None:
+def test_models_without_such_layers_have_none():
     model = nn.Sequential(
         nn.Conv1d(3, 4, 2), nn.MultiheadAttention(8, 2), nn.Bilinear(4, 4, 4), nn.LSTM(4, 4), nn.Embedding(4, 4)
     )
@@ -58,7 +58,7 @@ def test_models_without_such_layers_have_none() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.grid)])
-def test_the_experts_of_transformers_are_named(kind: str) -> None:
+def test_the_experts_of_transformers_are_named(kind):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
         kind, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
@@ -78,7 +78,7 @@ def test_the_experts_of_transformers_are_named(kind: str) -> None:
     assert all(str(warned[0].message).count(f"model.layers.*.mlp.{part}: ") == 1 for part in parts)
 
 
-def test_attentions_with_parameters_of_three_dimensions_are_named() -> None:
+def test_attentions_with_parameters_of_three_dimensions_are_named():
     transformers = pytest.importorskip("transformers")
     config = transformers.XLNetConfig(vocab_size=32, d_model=16, n_layer=1, n_head=2, d_inner=32)
     found = others(transformers.XLNetModel(config))
@@ -87,7 +87,7 @@ def test_attentions_with_parameters_of_three_dimensions_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["Roberta", "GPT2", "Llama", "T5", "ViT", "CLIP", "Wav2Vec2", "Mamba", "DebertaV2"])
-def test_usual_models_have_none(name: str) -> None:
+def test_usual_models_have_none(name):
     towers = {"text_config": SIZES, "vision_config": SIZES} if name == "CLIP" else {}
     assert others(tiny(f"{name}Model", **towers)) == {}
 
@@ -99,20 +99,20 @@ class TestAdapters:
     def peft(self):
         return pytest.importorskip("peft")
 
-    def llama(self) -> nn.Module:
+    def llama(self):
         return tiny("LlamaForCausalLM", vocab_size=60)
 
-    def adapted(self, peft, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), **options) -> nn.Module:
+    def adapted(self, peft, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), **options):
         config = peft.LoraConfig(r=4, target_modules=list(targets), lora_dropout=0.0, **options)
         return peft.get_peft_model(self.llama(), config).train()
 
-    def test_targets_are_named_as_peft_users_know_them(self, peft) -> None:
+    def test_targets_are_named_as_peft_users_know_them(self, peft):
         model = convert_linears(self.adapted(peft), config=CONFIG, target_modules=["lora_A"])
         names = [name for name, module in model.named_modules() if isinstance(module, RMMLinear)]
         assert len(names) == 10
         assert all(name.endswith("lora_A.default") for name in names)
 
-    def test_siblings_share_a_sketch_and_the_prediction_holds(self, peft) -> None:
+    def test_siblings_share_a_sketch_and_the_prediction_holds(self, peft):
         model = self.adapted(peft)
         ids = torch.randint(0, 60, (8, 32))
         report = profile(model, input_ids=ids)
@@ -132,7 +132,7 @@ class TestAdapters:
         assert len(gradients) == 10
         assert all(gradient.isfinite().all() for gradient in gradients)
 
-    def test_siblings_in_float32_on_a_model_in_bfloat16_share_as_well(self, peft) -> None:
+    def test_siblings_in_float32_on_a_model_in_bfloat16_share_as_well(self, peft):
         model = self.adapted(peft).to(torch.bfloat16)
         for name, weight in model.named_parameters():
             if "lora_" in name:
@@ -147,7 +147,7 @@ class TestAdapters:
             model(input_ids=ids)
         assert kept.bytes == report.predict(CONFIG, layers={call.layer for call in calls})
 
-    def test_adapters_on_conv1d(self, peft) -> None:
+    def test_adapters_on_conv1d(self, peft):
         model = convert_linears(tiny("GPT2LMHeadModel", vocab_size=60, num_hidden_layers=1), config=CONFIG)
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
         model = peft.get_peft_model(model, lora).train()
@@ -157,7 +157,7 @@ class TestAdapters:
         before = model(input_ids=ids).logits
         torch.testing.assert_close(model.merge_and_unload()(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
 
-    def test_converted_before_it_is_wrapped_nothing_trains_and_the_summary_says_so(self, peft) -> None:
+    def test_converted_before_it_is_wrapped_nothing_trains_and_the_summary_says_so(self, peft):
         model = convert_linears(self.llama(), config=CONFIG)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
         rows = {row.name: row for row in summary(model).rows}
@@ -165,13 +165,13 @@ class TestAdapters:
         assert rows[f"{name}.base_layer"].note == "frozen weight: keeps no input"
         assert rows[f"{name}.lora_A.default"].note == "exact: not targeted, or excluded"
 
-    def test_converting_frozen_layers_alone_is_named(self, peft) -> None:
+    def test_converting_frozen_layers_alone_is_named(self, peft):
         model = peft.get_peft_model(self.llama(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
         with pytest.warns(UserWarning, match=r"none of the 14 layers that are sketched now has a trainable weight"):
             convert_linears(model, config=CONFIG)
 
 
-def test_a_subclass_of_conv1d_is_named_as_one() -> None:
+def test_a_subclass_of_conv1d_is_named_as_one():
     Conv1D = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
     class Packed(Conv1D):

@@ -8,18 +8,10 @@ import pytest
 import torch
 from sketch_contract import assert_unbiased
 from tiny_transformers import tiny
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from rmm_linear import (
-    PaddingGradientError,
-    RMMConfig,
-    RMMLinear,
-    convert_linears,
-    padding,
-    revert_linears,
-    valid_rows,
-)
+from rmm_linear import PaddingGradientError, RMMConfig, RMMLinear, convert_linears, padding, revert_linears, valid_rows
 from rmm_linear.functional import linear
 from rmm_linear.memory import MeasuredSaving, SavedTensors
 from rmm_linear.padding import RowsCheck, ValidRows, current_valid_rows
@@ -32,11 +24,11 @@ SKIP = RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
 ROUNDED = RMMConfig(ratio=1.0, storage="int8", min_rows=1, skip_padding=True)
 
 
-def right_padded(lengths: Tensor = LENGTHS, length: int = 40) -> Tensor:
+def right_padded(lengths=LENGTHS, length=40):
     return (torch.arange(length) < lengths.unsqueeze(1)).long()
 
 
-def layer_pair(mask: Tensor, config: RMMConfig = SKIP) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def layer_pair(mask, config=SKIP):
     """x, weight, bias and a gradient of the output that is zero where the mask is."""
     torch.manual_seed(0)
     x = torch.randn(*mask.shape, 16) + 1
@@ -44,11 +36,11 @@ def layer_pair(mask: Tensor, config: RMMConfig = SKIP) -> tuple[Tensor, Tensor, 
     return x, torch.randn(8, 16), torch.randn(8), g
 
 
-def tiny_bert(layers: int = 2) -> nn.Module:
+def tiny_bert(layers=2):
     return tiny("BertForSequenceClassification", num_hidden_layers=layers)
 
 
-def batch(mask: Tensor) -> dict[str, Tensor]:
+def batch(mask):
     torch.manual_seed(1)
     return {
         "input_ids": torch.randint(1, 50, mask.shape),
@@ -57,19 +49,19 @@ def batch(mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def gradients(model: nn.Module, inputs: dict[str, Tensor], seed: int = 5) -> dict[str, Tensor]:
+def gradients(model, inputs, seed=5):
     torch.manual_seed(seed)
     model.zero_grad()
     model(**inputs).loss.backward()
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def rows_seen(model: nn.Module, inputs: dict[str, Tensor], *arguments: Tensor) -> dict[str, Tensor | None]:
+def rows_seen(model, inputs, *arguments):
     """The mask that is announced to each sketched layer."""
-    seen: dict[str, Tensor | None] = {}
+    seen = {}
 
-    def look(name: str):  # type: ignore[no-untyped-def]
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def look(name):
+        def hook(module, args):
             found = current_valid_rows(args[0])
             seen[name] = None if found is None else found.mask
 
@@ -86,7 +78,7 @@ def rows_seen(model: nn.Module, inputs: dict[str, Tensor], *arguments: Tensor) -
 @pytest.mark.parametrize("storage", [None, "int4"])
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("sketch", ["hadamard", "gaussian", "wta_crs"])
-def test_the_weight_gradient_is_that_of_the_valid_rows_alone(sketch: str, center: bool, storage: str | None) -> None:
+def test_the_weight_gradient_is_that_of_the_valid_rows_alone(sketch, center, storage):
     config = SKIP.replace(sketch=sketch, center=center, storage=storage)
     mask = right_padded()
     x, weight, bias, g = layer_pair(mask)
@@ -103,14 +95,14 @@ class TestUnbiased:
 
     MASK = right_padded(torch.tensor([9, 4, 12, 6]), 12)
 
-    def _pair(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _pair(self):
         torch.manual_seed(2)
         shape = self.MASK.shape
         # alike but for a part, so that few draws tell
         x, g = 1 + 0.3 * torch.randn(*shape, 6), 1 + 0.3 * torch.randn(*shape, 5)
         return x, g, g.flatten(0, 1).t() @ x.flatten(0, 1)
 
-    def _weight(self) -> Tensor:
+    def _weight(self):
         return torch.zeros(5, 6, requires_grad=True)
 
     @pytest.mark.parametrize(
@@ -118,24 +110,24 @@ class TestUnbiased:
         [{}, {"storage": "int4", "ratio": 1.0}, {"sketch": "rows_without_replacement"}, {"keep_tokens": (0,)}],
         ids=str,
     )
-    def test_a_gradient_on_rows_left_out_is_estimated_without_bias(self, changes: dict[str, object]) -> None:
+    def test_a_gradient_on_rows_left_out_is_estimated_without_bias(self, changes):
         x, g, exact = self._pair()
         weight, config = self._weight(), SKIP.replace(**changes)
 
-        def draw() -> Tensor:
+        def draw():
             output = linear(x, weight, config=config, valid_rows=ValidRows(self.MASK))
             return torch.autograd.grad(output, weight, g)[0]
 
         assert_unbiased(draw, exact, draws=300, bias=0.04)
 
     @pytest.mark.parametrize("keeps_input", [False, True])
-    def test_compiled_as_well(self, keeps_input: bool) -> None:
+    def test_compiled_as_well_and_no_row_is_taken_twice_without_padding(self, keeps_input):
         torch._dynamo.reset()
         x, g, exact = self._pair()
         x.requires_grad_()
-        weight, config = self._weight(), SKIP.replace(center=False)
+        weight, plain = self._weight(), SKIP.replace(center=False)
 
-        def run(x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        def run(x, weight, mask, config):
             y = x * 1.0
             with valid_rows(mask):
                 output = linear(y, weight, config=config, valid_rows=current_valid_rows(y))
@@ -143,27 +135,15 @@ class TestUnbiased:
 
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
 
-        def draw() -> Tensor:
-            return torch.autograd.grad(compiled(x, weight, self.MASK), weight, g)[0]
+        def draw(config=plain, mask=self.MASK):
+            return torch.autograd.grad(compiled(x, weight, mask, config), weight, g)[0]
 
         assert_unbiased(draw, exact, draws=600, bias=0.07)
-
-    def test_compiled_without_padding_no_row_is_taken_twice(self) -> None:
-        torch._dynamo.reset()
-        x, g, exact = self._pair()
         # a rounding of a few per mill for all noise
-        weight, config = self._weight(), ROUNDED.replace(center=False)
-        mask = torch.ones_like(self.MASK)
-
-        def run(x: Tensor, weight: Tensor) -> Tensor:
-            with valid_rows(mask):
-                return linear(x, weight, config=config, valid_rows=current_valid_rows(x))
-
-        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        (found,) = torch.autograd.grad(compiled(x, weight), weight, g)
+        found = draw(ROUNDED.replace(center=False), torch.ones_like(self.MASK))
         assert (found - exact).norm() < 0.05 * exact.norm()
 
-    def test_a_nan_shows_unless_it_is_in_a_row_without_a_gradient(self) -> None:
+    def test_a_nan_shows_unless_it_is_in_a_row_without_a_gradient(self):
         x, g, _ = self._pair()
         weight = self._weight()
         g[self.MASK == 0] = 0.0
@@ -173,11 +153,11 @@ class TestUnbiased:
             assert torch.autograd.grad(output, weight, g)[0].isnan().any() == is_valid
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama():
     return tiny("LlamaForSequenceClassification", pad_token_id=0)
 
 
-def assert_near(ours: dict[str, Tensor], exact: dict[str, Tensor], within: float = 0.04) -> None:
+def assert_near(ours, exact, within=0.04):
     """int8 alone costs 1.5 %; a token that is missing costs several times as much."""
     for name, gradient in exact.items():
         assert (ours[name] - gradient).norm() <= within * gradient.norm() + 1e-6, name
@@ -196,23 +176,25 @@ def assert_near(ours: dict[str, Tensor], exact: dict[str, Tensor], within: float
     ],
     ids=["right", "none", "bool", "float", "packed", "left"],
 )
-def test_a_models_gradients_survive_leaving_the_padding_out(make, mask: Tensor) -> None:  # type: ignore[no-untyped-def]
+def test_a_models_gradients_survive_leaving_the_padding_out(make, mask):
     model, inputs = make(), batch(mask)
     inputs["input_ids"] *= mask != 0
     exact = gradients(model, inputs)
     ours = gradients(convert_linears(model, config=ROUNDED), inputs)
     assert any(not torch.equal(exact[name], ours[name]) for name in exact)
     assert_near(ours, exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_near(gradients(model, inputs), exact, within=0.2)
 
 
-def test_the_bytes_of_a_layer_are_those_of_its_valid_rows() -> None:
+def test_the_bytes_of_a_layer_are_those_of_its_valid_rows():
     # a row of those left out, and its number
     assert SKIP.saved_bytes(240, 16, torch.float32, 121) == SKIP.saved_bytes(121, 16, torch.float32) + 16 * 4 + 4
     assert SKIP.saved_bytes(240, 16, torch.float32, 240) == SKIP.saved_bytes(240, 16, torch.float32)
     assert SKIP.replace(skip_padding=False).saved_bytes(240, 16, torch.float32, 121) > 240 * 16
 
 
-def test_the_row_numbers_are_kept_once_for_all_layers_and_the_saving_is_measured_to_the_byte() -> None:
+def test_the_row_numbers_are_kept_once_for_all_layers_and_the_saving_is_measured_to_the_byte():
     model, inputs = tiny_bert(), batch(right_padded())
     with SavedTensors(model) as exact:
         loss = model(**inputs).loss
@@ -229,7 +211,7 @@ def test_the_row_numbers_are_kept_once_for_all_layers_and_the_saving_is_measured
     assert saving.promised_bytes == 4 * rows * 2 * (4 * 32 + 64) - own
 
 
-def test_fewer_valid_rows_than_min_rows_are_kept_as_they_are() -> None:
+def test_fewer_valid_rows_than_min_rows_are_kept_as_they_are():
     mask = right_padded()
     x, weight, bias, g = layer_pair(mask)
     config = SKIP.replace(min_rows=int(mask.sum()) + 1)
@@ -242,27 +224,17 @@ class TestGradientOnPadding:
     """The loss reads masked positions: an error, not a wrong gradient."""
 
     @staticmethod
-    def _token_model() -> tuple[nn.Module, dict[str, Tensor]]:
+    def _token_model():
         model = tiny("BertForTokenClassification", num_hidden_layers=1)
         mask = right_padded()
         labels = torch.ones_like(mask)
         return convert_linears(model, config=SKIP), {"input_ids": mask, "attention_mask": mask, "labels": labels}
 
     @staticmethod
-    def _right(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _right(inputs):
         return {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
 
-    def test_the_first_step_of_a_model_is_checked(self) -> None:
-        model, inputs = self._token_model()
-        with pytest.raises(PaddingGradientError, match=r"119 of 119 rows .* row 50 of 240.*skip_padding=False"):
-            model(**inputs).loss.backward()
-
-    def test_a_model_that_reads_its_first_position_can_not_be_padded_on_the_left(self) -> None:
-        model = convert_linears(tiny_bert(), config=SKIP)
-        with pytest.raises(PaddingGradientError):
-            model(**batch(right_padded().flip(1))).loss.backward()
-
-    def test_later_steps_are_checked_only_where_the_mask_asks_for_it(self) -> None:
+    def test_later_steps_are_checked_only_where_the_mask_asks_for_it(self):
         model, inputs = self._token_model()
         model(**self._right(inputs)).loss.backward()
         before = model.bert.encoder.layer[0].output.dense.weight.grad.clone()
@@ -271,7 +243,7 @@ class TestGradientOnPadding:
         with pytest.raises(PaddingGradientError), valid_rows(inputs["attention_mask"], check=True):
             model(**inputs).loss.backward()
 
-    def test_one_row_is_enough(self) -> None:
+    def test_one_row_is_enough(self):
         mask = right_padded()
         x, weight, _, g = layer_pair(mask)
         g[1, 39, 3] = 1e-30
@@ -280,9 +252,9 @@ class TestGradientOnPadding:
             output.backward(g)
 
     @pytest.mark.parametrize(
-        "first", ["evaluated", "unpadded", "few rows", "no backward", "zero gradient", "overflow", "announced"]
+        "first", ["", "evaluated", "unpadded", "few rows", "no backward", "zero gradient", "overflow", "announced"]
     )
-    def test_what_shows_nothing_does_not_count_as_a_check(self, first: str) -> None:
+    def test_the_first_step_that_shows_something_is_checked(self, first):
         model, inputs = self._token_model()
         if first == "evaluated":
             with torch.no_grad():
@@ -302,13 +274,13 @@ class TestGradientOnPadding:
             (model(**inputs).loss * 0).backward()
         elif first == "overflow":
             (model(**inputs).loss * float("inf")).backward()
-        else:
+        elif first == "announced":
             with valid_rows(torch.ones_like(inputs["attention_mask"])):
                 model(**{**self._right(inputs), "attention_mask": None}).loss.backward()
-        with pytest.raises(PaddingGradientError):
+        with pytest.raises(PaddingGradientError, match=r"119 of 119 rows .* row 50 of 240.*skip_padding=False"):
             model(**inputs).loss.backward()
 
-    def test_a_mask_announced_by_hand_is_checked_too(self) -> None:
+    def test_a_mask_announced_by_hand_is_checked_too(self):
         model, inputs = self._token_model()
         with pytest.raises(PaddingGradientError), valid_rows(inputs["attention_mask"], count=121):
             model(**inputs).loss.backward()
@@ -318,7 +290,7 @@ class TestGradientOnPadding:
         with pytest.raises(PaddingGradientError):
             output.sum().backward()
 
-    def test_layers_stop_looking_when_they_have_seen_enough(self) -> None:
+    def test_layers_stop_looking_when_they_have_seen_enough(self):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
         # but for those whose input attention keeps anyway
         names = [name for name, _ in model.named_modules() if "layer" in name and "attention.output" not in name]
@@ -329,7 +301,7 @@ class TestGradientOnPadding:
         revert_linears(model)
         assert not any(hasattr(layer, "_rows_check") for layer in layers)
 
-    def test_an_overflow_is_left_to_the_grad_scaler(self) -> None:
+    def test_an_overflow_is_left_to_the_grad_scaler(self):
         mask = right_padded()
         x, weight, _, g = layer_pair(mask)
         g[1, 39], g[0, 0] = float("nan"), float("inf")
@@ -342,7 +314,7 @@ class TestGradientOnPadding:
 
 class TestWhichMaskHoldsWhere:
     @pytest.mark.parametrize("by_place", [False, True])
-    def test_all_layers_but_the_pooler_see_the_mask_and_none_without_one(self, by_place: bool) -> None:
+    def test_all_layers_but_the_pooler_see_the_mask_and_none_without_one(self, by_place):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
         mask = inputs.pop("attention_mask")
         assert set(rows_seen(model, inputs).values()) == {None}
@@ -354,7 +326,7 @@ class TestWhichMaskHoldsWhere:
 
     @pytest.mark.parametrize("kind", ["t5", "bart"])
     @pytest.mark.parametrize("with_decoder_mask", [True, False])
-    def test_encoder_and_decoder_have_masks_of_their_own(self, kind: str, with_decoder_mask: bool) -> None:
+    def test_encoder_and_decoder_have_masks_of_their_own(self, kind, with_decoder_mask):
         if kind == "t5":
             changes = {"d_kv": 16, "d_ff": 64, "num_decoder_layers": 2, "decoder_start_token_id": 0}
             model, cross = tiny("T5ForConditionalGeneration", **changes), "EncDecAttention"
@@ -380,7 +352,7 @@ class TestWhichMaskHoldsWhere:
                 assert found is None, name
         assert_near(gradients(model, inputs), exact)
 
-    def test_memory_is_known_by_what_it_shows(self) -> None:
+    def test_memory_is_known_by_what_it_shows(self):
         memory, mask, of_memory = torch.randn(3, 5, 4), right_padded(torch.tensor([5, 3, 2]), 5), torch.ones(3, 5)
         scope = padding._Scope(ValidRows(mask), memory=memory, of_memory=ValidRows(of_memory))
         # as FSDP hands it on
@@ -399,11 +371,11 @@ class TestWhichMaskHoldsWhere:
         ],
         ids=["lxmert", "xlnet", "no transformer"],
     )
-    def test_models_whose_mask_may_be_of_other_rows_are_left_alone_and_named(self, make) -> None:  # type: ignore[no-untyped-def]
+    def test_models_whose_mask_may_be_of_other_rows_are_left_alone_and_named(self, make):
         with pytest.warns(UserWarning, match="no part of the model takes an attention_mask.*valid_rows"):
             convert_linears(make(), config=SKIP)
 
-    def test_a_part_converted_before_the_whole_does_not_hide_the_mask(self) -> None:
+    def test_a_part_converted_before_the_whole_does_not_hide_the_mask(self):
         model, inputs = tiny_bert(), batch(right_padded())
         convert_linears(model.bert.encoder, config=SKIP)
         with pytest.warns(UserWarning, match=r"BertEncoder was given a mask of shape \(6, 1, .*, 40\)"):
@@ -412,7 +384,7 @@ class TestWhichMaskHoldsWhere:
         seen = rows_seen(model, inputs)
         assert sum(found is inputs["attention_mask"] for found in seen.values()) == 12
 
-    def test_a_mask_announced_around_a_model_that_gets_none_holds_in_it(self) -> None:
+    def test_a_mask_announced_around_a_model_that_gets_none_holds_in_it(self):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
         mask = inputs.pop("attention_mask")
         with valid_rows(mask):
@@ -421,7 +393,7 @@ class TestWhichMaskHoldsWhere:
         with pytest.raises(ValueError, match=r"\(40, 6\) fits none"), valid_rows(mask.t()):
             model(**inputs)
 
-    def test_a_vision_tower_is_not_under_the_texts_mask(self) -> None:
+    def test_a_vision_tower_is_not_under_the_texts_mask(self):
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         # 5 patches and 5 tokens: shapes do not tell them apart
         config = transformers.CLIPConfig(
@@ -439,7 +411,7 @@ class TestWhichMaskHoldsWhere:
             assert found is expected, name
         assert any(found is mask for found in seen.values())
 
-    def test_generation_is_left_alone(self) -> None:
+    def test_generation_is_left_alone(self):
         model = tiny("LlamaForCausalLM").eval()
         mask = right_padded().flip(1)
         inputs = {"input_ids": torch.randint(3, 50, mask.shape), "attention_mask": mask}
@@ -454,22 +426,18 @@ class TestWhichMaskHoldsWhere:
         one = {"input_ids": mask[:, :1], "attention_mask": longer, "past_key_values": past}
         assert set(rows_seen(model, one).values()) == {None}
 
-    def test_a_model_of_ones_own_is_hooked_at_its_outermost_module(self) -> None:
-        class Own(nn.Module):
-            def __init__(self, inner: nn.Module | None = None) -> None:
-                super().__init__()
-                self.inner, self.layer = inner, nn.Linear(16, 16)
+    def test_a_model_of_ones_own_is_hooked_at_its_outermost_module(self):
+        class Own(nn.Sequential):
+            def forward(self, x, attention_mask=None):
+                return super().forward(x)
 
-            def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-                return self.layer(x if self.inner is None else self.inner(x))
-
-        model = convert_linears(Own(Own()), config=SKIP)
+        model = convert_linears(Own(Own(nn.Linear(16, 16)), nn.Linear(16, 16)), config=SKIP)
         mask = right_padded()
         seen = rows_seen(model, {"x": torch.randn(6, 40, 16), "attention_mask": mask})
-        assert list(seen) == ["inner.layer", "layer"]
+        assert list(seen) == ["0.0", "1"]
         assert all(found is mask for found in seen.values())
 
-    def test_threads_do_not_see_each_others_masks(self) -> None:
+    def test_threads_do_not_see_each_others_masks(self):
         x = torch.zeros(2, 3, 4)
         seen = []
         with valid_rows(torch.ones(2, 3)):
@@ -480,10 +448,10 @@ class TestWhichMaskHoldsWhere:
         assert seen == [None]
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
-    def test_a_forward_that_is_broken_off_leaves_no_mask_to_the_next_step(self, error: type[BaseException]) -> None:
+    def test_a_forward_that_is_broken_off_leaves_no_mask_to_the_next_step(self, error):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
 
-        def interrupt(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def interrupt(module, args):
             raise error
 
         handle = model.bert.encoder.layer[1].register_forward_pre_hook(interrupt)
@@ -494,7 +462,7 @@ class TestWhichMaskHoldsWhere:
             model(**inputs)
         assert current_valid_rows(torch.zeros(6, 40, 32)) is None
 
-    def test_a_context_may_be_entered_again_and_within_itself(self) -> None:
+    def test_a_context_may_be_entered_again_and_within_itself(self):
         mask = right_padded()
         context = valid_rows(mask)
         x = torch.zeros(6, 40, 1)
@@ -510,7 +478,7 @@ class TestWhichMaskHoldsWhere:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_blocks_keep_all_rows(use_reentrant: bool) -> None:
+def test_checkpointed_blocks_keep_all_rows(use_reentrant):
     found = []
     for config in (SKIP.replace(skip_padding=False), SKIP):
         model, inputs = convert_linears(tiny_bert(), config=config), batch(right_padded())
@@ -524,16 +492,14 @@ def test_checkpointed_blocks_keep_all_rows(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("min_rows", [1, 200])
-def test_a_mask_announced_around_checkpoint_and_backward_keeps_dropout_in_step(
-    use_reentrant: bool, min_rows: int
-) -> None:
+def test_a_mask_announced_around_checkpoint_and_backward_keeps_dropout_in_step(use_reentrant, min_rows):
     mask = right_padded()
     x, weight, _, _ = layer_pair(mask)
     config = SKIP.replace(min_rows=min_rows)
     layer = RMMLinear(16, 8, config=config)
-    seen: list[Tensor] = []
+    seen = []
 
-    def block(y: Tensor) -> Tensor:
+    def block(y):
         z = nn.functional.dropout(layer(y), 0.5)
         seen.append(z.detach())
         return z
@@ -547,14 +513,14 @@ def test_a_mask_announced_around_checkpoint_and_backward_keeps_dropout_in_step(
     assert torch.equal(*seen)
 
 
-def test_compiled_models_zero_the_rows() -> None:
+def test_compiled_models_zero_the_rows():
     torch._dynamo.reset()
     mask = right_padded()
     x, _, _, g = layer_pair(mask)
     config = SKIP.replace(center=False)
     layer = RMMLinear(16, 8, config=config)
 
-    def run(x: Tensor, mask: Tensor) -> Tensor:
+    def run(x, mask):
         with valid_rows(mask):
             return layer(x)
 
@@ -569,7 +535,7 @@ def test_compiled_models_zero_the_rows() -> None:
     assert kept.bytes >= config.saved_bytes(mask.numel(), 16, torch.float32)
 
 
-def test_a_compiled_hugging_face_model_has_one_graph() -> None:
+def test_a_compiled_hugging_face_model_has_one_graph():
     torch._dynamo.reset()
     model, inputs = tiny_bert(layers=1), batch(right_padded())
     exact = gradients(model, inputs)
@@ -577,16 +543,8 @@ def test_a_compiled_hugging_face_model_has_one_graph() -> None:
     assert_near(gradients(model, inputs), exact)
 
 
-def test_autocast_is_followed() -> None:
-    model, inputs = tiny_bert(), batch(right_padded())
-    exact = gradients(model, inputs)
-    convert_linears(model, config=ROUNDED)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_near(gradients(model, inputs), exact, within=0.2)
-
-
 class TestHooks:
-    def test_hooks_come_once_and_go_and_leave_those_of_others(self) -> None:
+    def test_hooks_come_once_and_go_and_leave_those_of_others(self):
         model = tiny_bert()
         model.bert.register_forward_pre_hook(lambda module, args: None)
         for take_off in (revert_linears, lambda model: convert_linears(model, config=SKIP.replace(skip_padding=False))):
@@ -600,7 +558,7 @@ class TestHooks:
             assert not model.bert._forward_hooks_always_called
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-    def test_copies_announce_their_own_masks(self, duplicate) -> None:  # type: ignore[no-untyped-def]
+    def test_copies_announce_their_own_masks(self, duplicate):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
         twin = duplicate(model)
         for name, gradient in gradients(model, inputs).items():
@@ -611,7 +569,7 @@ class TestHooks:
 
 
 class TestValidRows:
-    def test_a_known_count_finds_the_same_rows(self) -> None:
+    def test_a_known_count_finds_the_same_rows(self):
         for mask in (right_padded(), right_padded().flip(1), torch.ones(2, 3)):
             count = int((mask != 0).sum())
             found, expected = ValidRows(mask, count=count), ValidRows(mask)
@@ -622,7 +580,7 @@ class TestValidRows:
                 assert torch.equal(index, expected_index)
                 assert index.dtype == torch.int32
 
-    def test_a_collators_count_is_taken_over_by_the_models_hook(self) -> None:
+    def test_a_collators_count_is_taken_over_by_the_models_hook(self):
         model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
         model(**inputs).loss.backward()
         with (
@@ -645,17 +603,15 @@ class TestValidRows:
             *((torch.ones(6, 40), count, "is not a positive int") for count in (0, -1, True, 1.5)),
         ],
     )
-    def test_masks_and_counts_that_are_none_or_fit_nothing_are_refused(
-        self, mask: object, count: object, message: str
-    ) -> None:
+    def test_masks_and_counts_that_are_none_or_fit_nothing_are_refused(self, mask, count, message):
         layer = RMMLinear(16, 8, config=SKIP)
-        with pytest.raises(ValueError, match=message), valid_rows(mask, count=count):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message), valid_rows(mask, count=count):
             layer(torch.randn(6, 40, 16))
 
-    def test_an_error_inside_is_not_hidden(self) -> None:
+    def test_an_error_inside_is_not_hidden(self):
         layer = RMMLinear(16, 8, config=SKIP)
 
-        def fail() -> None:
+        def fail():
             with valid_rows(right_padded().t()):
                 layer(torch.randn(6, 40, 16))
                 raise KeyError("of the user's")

@@ -62,7 +62,7 @@ def _input():
 
 
 @pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
-def test_what_is_said_to_be_kept_is_kept(make) -> None:
+def test_what_is_said_to_be_kept_is_kept(make):
     assert keeping_producer(make(_input()))
     with SavedTensors() as kept:
         y = make(_input())
@@ -72,7 +72,7 @@ def test_what_is_said_to_be_kept_is_kept(make) -> None:
 
 
 @pytest.mark.parametrize("make", DROPPING.values(), ids=DROPPING)
-def test_what_is_not_known_to_be_kept_is_not_said_to_be(make) -> None:
+def test_what_is_not_known_to_be_kept_is_not_said_to_be(make):
     with SavedTensors() as kept:
         y = make(_input())
     assert not keeping_producer(y)
@@ -80,7 +80,7 @@ def test_what_is_not_known_to_be_kept_is_not_said_to_be(make) -> None:
     assert kept.holds(y) == (make is DROPPING["changed"])
 
 
-def test_every_operation_of_the_table_that_a_cpu_has_is_among_these() -> None:
+def test_every_operation_of_the_table_that_a_cpu_has_is_among_these():
     found = set()
     for make in KEEPING.values():
         node = make(_input()).grad_fn
@@ -92,13 +92,13 @@ def test_every_operation_of_the_table_that_a_cpu_has_is_among_these() -> None:
 
 
 @pytest.mark.parametrize("name", KEEPS_OUTPUT)
-def test_what_is_read_of_each_operation_is_there_whatever_the_device(name) -> None:
+def test_what_is_read_of_each_operation_is_there_whatever_the_device(name):
     assert hasattr(getattr(torch._C._functions, name), f"_raw_saved_{KEEPS_OUTPUT[name]}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "cudnn_rnn"])
-def test_what_is_said_to_be_kept_is_kept_on_a_gpu(backend) -> None:
+def test_what_is_said_to_be_kept_is_kept_on_a_gpu(backend):
     x = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     with SavedTensors() as kept:
         if backend == "cudnn_rnn":
@@ -110,14 +110,14 @@ def test_what_is_said_to_be_kept_is_kept_on_a_gpu(backend) -> None:
     assert kept.holds(y)
 
 
-def test_what_a_backward_pass_has_freed_is_not_kept() -> None:
+def test_what_a_backward_pass_has_freed_is_not_kept():
     y = F.relu(_input())
     y.sum().backward()
     assert not keeping_producer(y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_memory_that_is_kept_is_free(dtype) -> None:
+def test_only_the_memory_that_is_kept_is_free(dtype):
     y = F.relu(_input()).view(4, 32, 16)
     assert is_free_to_keep(y, dtype) == (dtype == torch.float32)
     # F.linear copies rows that no single stride leads through
@@ -128,7 +128,7 @@ def test_only_the_memory_that_is_kept_is_free(dtype) -> None:
 class _Block(nn.Module):
     """An attention and a feed-forward part, whose layers read what is kept anyway: two of four."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(1)
         self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
@@ -158,7 +158,7 @@ def _equal(one, other):
 EXACT = {"input", "qkv.bias", "proj.bias", "up.bias", "down.bias", "proj.weight", "down.weight"}
 
 
-def test_a_layer_keeps_what_is_kept_anyway_and_its_gradient_is_exact() -> None:
+def test_a_layer_keeps_what_is_kept_anyway_and_its_gradient_is_exact():
     block, x = _Block(), torch.randn(4, 32, 16)
     exact, exact_bytes = _gradients(block, x), measure_kept_bytes(block, x)
     convert_linears(block, config=CONFIG)
@@ -170,7 +170,7 @@ def test_a_layer_keeps_what_is_kept_anyway_and_its_gradient_is_exact() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("preserve", [False, True])
-def test_both_forward_passes_of_a_checkpoint_decide_alike(use_reentrant, preserve) -> None:
+def test_both_forward_passes_of_a_checkpoint_decide_alike(use_reentrant, preserve):
     block, x = _Block(), torch.randn(4, 32, 16)
     exact = _gradients(block, x)
     convert_linears(block, config=CONFIG)
@@ -185,7 +185,7 @@ def test_both_forward_passes_of_a_checkpoint_decide_alike(use_reentrant, preserv
         assert torch.equal(state, torch.get_rng_state())
 
 
-def test_what_another_checkpoint_has_made_is_sketched_in_every_pass(monkeypatch) -> None:
+def test_what_another_checkpoint_has_made_is_sketched_in_every_pass(monkeypatch):
     block, x = convert_linears(_Block(), config=CONFIG), torch.randn(4, 32, 16)
     with monkeypatch.context() as nothing:
         nothing.setattr("rmm_linear.producers.KEEPS_OUTPUT", {})
@@ -199,7 +199,7 @@ def test_what_another_checkpoint_has_made_is_sketched_in_every_pass(monkeypatch)
     assert _equal(_gradients(block, x, use_reentrant=False), sketched) == sketched.keys()
 
 
-def test_what_a_checkpoint_has_not_kept_is_sketched() -> None:
+def test_what_a_checkpoint_has_not_kept_is_sketched():
     layer, x = RMMLinear(16, 8, config=CONFIG), _input()
     plain = measure_kept_bytes(lambda: layer(F.relu(x)), exclude=[layer, x])
     assert plain == x.nbytes
@@ -207,7 +207,7 @@ def test_what_a_checkpoint_has_not_kept_is_sketched() -> None:
     assert rest == CONFIG.saved_bytes(128, 16, torch.float32)
 
 
-def test_under_autocast_a_lowered_copy_is_sketched() -> None:
+def test_under_autocast_a_lowered_copy_is_sketched():
     layer, x = RMMLinear(16, 8, config=CONFIG), _input()
     with torch.autocast("cpu", torch.bfloat16):
         assert "Sketched" in layer(F.relu(x)).grad_fn.name()
@@ -215,7 +215,7 @@ def test_under_autocast_a_lowered_copy_is_sketched() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiler_keeps_what_is_needed_anyway_in_one_frame(backend) -> None:
+def test_a_compiler_keeps_what_is_needed_anyway_in_one_frame(backend):
     torch._dynamo.reset()
     x, block, counter = (
         torch.randn(4, 32, 16),
@@ -231,7 +231,7 @@ def test_a_compiler_keeps_what_is_needed_anyway_in_one_frame(backend) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_a_conversion_of_torch_s_encoder_costs_no_memory(activation) -> None:
+def test_a_conversion_of_torch_s_encoder_costs_no_memory(activation):
     layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, activation=activation)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(8, 64, 64)
     exact = measure_kept_bytes(model, x)

@@ -26,23 +26,23 @@ GRID = pytest.mark.grid
 
 
 @pytest.fixture
-def x() -> torch.Tensor:
+def x():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(SEQUENCES, LENGTH, FEATURES, generator=generator) + 1
 
 
 @pytest.fixture
-def weight() -> torch.Tensor:
+def weight():
     return torch.randn(OUTPUTS, FEATURES, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
 @pytest.fixture
-def g() -> torch.Tensor:
+def g():
     return torch.randn(SEQUENCES, LENGTH, OUTPUTS, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture
-def mask() -> torch.Tensor:
+def mask():
     """Right padding, left padding, padding at both ends, none, and a sequence of a single token."""
     position = torch.arange(LENGTH)
     return torch.stack([
@@ -165,7 +165,7 @@ def test_the_weight_gradient_is_unbiased(x, weight, g, mask, storage, ratio, ski
     rows = ValidRows(mask) if skip else None
     torch.manual_seed(0)
 
-    def draw() -> torch.Tensor:
+    def draw():
         return torch.autograd.grad(linear(x, weight, config=config, valid_rows=rows), weight, g)[0]
 
     assert_unbiased(draw, g.flatten(0, 1).double().t() @ x.flatten(0, 1).double(), draws=2500)
@@ -304,7 +304,7 @@ def test_no_copy_of_the_rows_outlives_their_use(x, weight):
     """A copy of x while the output is made, or of g while grad_input is, would be the peak of a training step."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    live: list[int] = []
+    live = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -38,6 +38,9 @@ def test_a_row_tells_how_a_layer_is_sketched_and_what_a_row_keeps():
     assert wide.kept_bytes_per_row == pytest.approx(64 * 4 * 0.25, rel=0.01)
     assert narrow.exact_bytes_per_row == narrow.kept_bytes_per_row == 16 * 2
     assert (frozen.exact_bytes_per_row, frozen.kept_bytes_per_row) == (0, 0)
+    whole = summary(model())
+    assert whole.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in whole.rows) > whole.kept_bytes_per_row
+    assert whole.sketched == 1
 
 
 def test_a_row_tells_why_a_layer_is_exact():
@@ -63,13 +66,6 @@ def test_the_table_is_printed_once_and_aligned(capsys):
     assert "64 -> 32" in lines[2]
     assert lines[-2].startswith("1 of 6 linear layers are sketched")
     assert lines[-1].startswith("at most: ")
-
-
-def test_the_totals_are_the_sums_of_the_rows():
-    result = summary(model())
-    assert result.exact_bytes_per_row == sum(row.exact_bytes_per_row for row in result.rows)
-    assert result.kept_bytes_per_row < result.exact_bytes_per_row
-    assert result.sketched == 1
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,18 @@ def assert_same_gradients(model, reference):
     assert_equal(gradients(model), gradients(reference))
 
 
+def assert_same_step(model, reference, *inputs, loss=torch.sum, seed=0):
+    """From one seed the same loss, gradients and buffers."""
+    losses = []
+    for each in (model, reference):
+        torch.manual_seed(seed)
+        losses.append(loss(each(*inputs)))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert_same_gradients(model, reference)
+    assert_equal(model.buffers(), reference.buffers())
+
+
 class Ops(TorchDispatchMode):
     """Counts the ops that torch runs; Dynamo compiles no forward pass under it."""
 

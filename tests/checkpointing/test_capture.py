@@ -6,26 +6,12 @@ import random
 
 import pytest
 import torch
-from planned_models import assert_equal, assert_same_gradients, planned, planned_and_plain, planned_runs
+from model_of import ModelOf
+from planned_models import assert_same_step, planned, planned_and_plain, planned_runs
 from torch import nn
 
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.errors import CaptureError
-
-
-class Repeated(nn.Module):
-    """One module under two names, with a buffer, and a weight under a second name."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))] * 3)
-        self.tied = nn.Linear(8, 8)
-        self.tied.weight = self.layers[0][0].weight
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.tied(x).square().mean()
 
 
 def tensors_by_owner(model):
@@ -46,17 +32,19 @@ def assert_holds(model, before):
 
 
 def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
-    model, x = Repeated(), torch.randn(4, 8)
+    def repeated(it, x):
+        for layer in it.layers:
+            x = torch.relu(layer(x))
+        return it.tied(x).square().mean()
+
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))] * 3)
+    model, x = ModelOf(repeated, layers=layers, tied=nn.Linear(8, 8)), torch.randn(4, 8)
+    model.tied.weight = layers[0][0].weight
     before = tensors_by_owner(model)
     model, reference = planned_and_plain(model, x)
     assert_holds(model, before)
     for _ in range(2):
-        loss, expected = model(x), reference(x)
-        assert torch.equal(loss, expected)
-        loss.backward()
-        expected.backward()
-    assert_same_gradients(model, reference)
-    assert_equal(model.buffers(), reference.buffers())
+        assert_same_step(model, reference, x)
 
 
 class Exchanges(nn.Linear):
@@ -95,8 +83,6 @@ class ChoosesRows(nn.Linear):
 
 
 class Reads(nn.Linear):
-    """Multiplies by what a function finds in its state."""
-
     state, read = None, None
 
     def forward(self, x):
@@ -151,17 +137,12 @@ def test_a_list_that_the_step_fills_is_filled_by_steps_alone():
     assert planned_runs(model) == 1
 
 
-class Renormed(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.embed, self.layer = nn.Embedding(20, 8, **options), nn.Linear(8, 8)
-
-    def forward(self, ids):
-        return self.layer(self.embed(ids)).square().mean()
+def of_words(embed):
+    return ModelOf(lambda it, ids: it.layer(it.embed(ids)).square().mean(), embed=embed, layer=nn.Linear(8, 8))
 
 
 def test_a_trained_weight_that_the_step_writes_into_is_refused_with_the_way_around():
-    model, ids = Renormed(max_norm=1.0), torch.randint(0, 20, (16,))
+    model, ids = of_words(nn.Embedding(20, 8, max_norm=1.0)), torch.randint(0, 20, (16,))
     with pytest.raises(CaptureError, match=r"writes into parameter 'embed.weight'.*embedding_renorm_"):
         planned(model, ids)
     # the way around is the same step
@@ -170,13 +151,9 @@ def test_a_trained_weight_that_the_step_writes_into_is_refused_with_the_way_arou
     planned(model, ids)
     with torch.no_grad():
         torch.embedding_renorm_(model.embed.weight, ids, 1.0, 2.0)
-    loss, expected = model(ids), reference(ids)
-    loss.backward()
-    expected.backward()
-    assert torch.equal(loss, expected)
-    assert_same_gradients(model, reference)
+    assert_same_step(model, reference, ids)
     # one that is not trained is a buffer by another name
-    model = Renormed(max_norm=1.0)
+    model = of_words(nn.Embedding(20, 8, max_norm=1.0))
     model.embed.weight.requires_grad_(False)
     model, reference = planned_and_plain(model, ids)
     assert torch.equal(model(ids), reference(ids))
@@ -196,32 +173,17 @@ def test_an_argument_that_is_differentiated_and_written_into_is_refused():
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_sparse_gradient_is_refused_with_the_way_around(kind):
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.ModuleDict({"embed": kind(20, 8, sparse=True)})
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, ids):
-            return self.layer(self.words["embed"](ids)).square().mean()
-
-    model = Sparse()
-    with pytest.raises(CaptureError, match=r"'words.embed' has a sparse gradient.*sparse = False"):
+    model = of_words(nn.Sequential(kind(20, 8, sparse=True)))
+    with pytest.raises(CaptureError, match=r"'embed.0' has a sparse gradient.*sparse = False"):
         capture(model, (torch.randint(0, 20, (4, 4)),))
-    model.words["embed"].sparse = False
+    model.embed[0].sparse = False
     capture(model, (torch.randint(0, 20, (4, 4)),))
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 8, 8))
-
-    def forward(self, x):
-        return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([2, 4], dtype=torch.int32)).sum()
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 computes grouped products in float32")
 def test_errors_name_the_way_around():
+    def experts(it, x):
+        return nn.functional.grouped_mm(x, it.weight, offs=torch.tensor([2, 4], dtype=torch.int32)).sum()
+
     with pytest.raises(CaptureError, match=r"train in bfloat16.*set_experts_implementation\(\"batched_mm\"\)"):
-        capture(Experts(), (torch.randn(4, 8),))
+        capture(ModelOf(experts, weight=nn.Parameter(torch.randn(2, 8, 8))), (torch.randn(4, 8),))

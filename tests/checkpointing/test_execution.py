@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from measured_peak import MeasuredPeak
-from planned_models import assert_equal, assert_same_gradients, mean_square, planned, planned_and_plain
+from model_of import ModelOf, linears
+from planned_models import (
+    assert_equal,
+    assert_same_gradients,
+    assert_same_step,
+    gradients,
+    mean_square,
+    planned,
+    planned_and_plain,
+)
 from planned_models import planned_runs as runs
 from tiny_transformers import tiny
 from torch import nn
@@ -34,112 +43,107 @@ from rmm_linear.planning.strategies import jain2020_checkmate, moccasin2023_cp
 from rmm_linear.planning.strategies.segments import order_of_segments
 
 
-class Net(nn.Module):
+def net(drop=0.15):
     """Convolutions, buffers that are updated, dropout in a channel-wise and a plain form, resampling, a tied weight."""
 
-    def __init__(self, drop=0.15):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-        self.conv2, self.drop, self.drop2 = nn.Conv2d(8, 8, 3), nn.Dropout(drop), nn.Dropout2d(drop)
-        self.head, self.tied = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.tied.weight = self.head.weight
-
-    def forward(self, x, y):
-        h = self.drop(F.relu(self.norm(self.conv(x)), inplace=True))
-        h = F.interpolate(self.drop2(F.gelu(self.conv2(h))), scale_factor=2, mode="bilinear").mean((2, 3))
-        logits = self.tied(F.silu(self.head(h))) + self.head(h)
+    def run(it, x, y):
+        h = it.drop(F.relu(it.norm(it.conv(x)), inplace=True))
+        h = F.interpolate(it.drop2(F.gelu(it.conv2(h))), scale_factor=2, mode="bilinear").mean((2, 3))
+        logits = it.tied(F.silu(it.head(h))) + it.head(h)
         first, _ = logits.split([3, 5], 1)
         return {"loss": F.cross_entropy(logits, y) + first.mean(), "logits": logits, "count": 3, "input": x}
 
+    parts = {"conv": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8), "conv2": nn.Conv2d(8, 8, 3)}
+    model = ModelOf(run, drop=nn.Dropout(drop), drop2=nn.Dropout2d(drop), **parts, **linears("head tied", 8))
+    model.tied.weight = model.head.weight
+    return model
 
-class Assorted(nn.Module):
+
+def assorted():
     """Writes into parts of tensors and into a buffer that it then reads, random drops of other shapes, odd layouts."""
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 16, padding_idx=0)
-        self.attention = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
-        self.layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-        self.conv, self.norm, self.act = nn.Conv1d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.PReLU()
-        self.register_buffer("average", torch.zeros(16))
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = self.layer(x + self.attention(x, x, x, need_weights=False)[0])
-        x = self.norm(self.conv(x.transpose(1, 2)))
-        self.average.mul_(0.9).add_(x.detach().mean((0, 2)), alpha=0.1)
-        x = self.act(F.hardshrink(x, 0.1)) + self.average[None, :, None]
+    def run(it, ids):
+        x = it.embed(ids)
+        x = it.layer(x + it.attention(x, x, x, need_weights=False)[0])
+        x = it.norm(it.conv(x.transpose(1, 2)))
+        it.average.mul_(0.9).add_(x.detach().mean((0, 2)), alpha=0.1)
+        x = it.act(F.hardshrink(x, 0.1)) + it.average[None, :, None]
         x = x * (torch.rand(x.shape[0], 1, 1, dtype=x.dtype, device=x.device) < 0.8)
         x[:, 0] = x[:, 0] * 2
         pooled = F.interpolate(F.max_pool1d(x, 2), scale_factor=2)
         loss = (pooled - x).abs().mean() + torch.topk(x, 3, dim=-1).values.mean() + F.alpha_dropout(x, 0.1, True).std()
         return {"loss": loss, "x": x, "again": x, "part": x[:, 1]}
 
+    return ModelOf(
+        run,
+        embed=nn.Embedding(50, 16, padding_idx=0),
+        attention=nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True),
+        layer=nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        conv=nn.Conv1d(16, 16, 3, padding=1),
+        norm=nn.GroupNorm(4, 16),
+        act=nn.PReLU(),
+        average=torch.zeros(16),
+    )
 
-class Blocks(nn.Module):
-    def __init__(self, width=16, depth=3, drop=0.1):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        )
-        self.drop = nn.Dropout(drop)
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + self.drop(block(x))
+def in_blocks(drop=0.1):
+    def run(it, x):
+        for block in it.blocks:
+            x = x + it.drop(block(x))
         return x
+
+    blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+    return ModelOf(run, blocks=nn.ModuleList(blocks), drop=nn.Dropout(drop))
 
 
 def mean_squared_error(model, x, target):
     return (model(x) - target).square().mean()
 
 
-def converted(**config):
-    return convert_linears(Blocks(depth=3), config=RMMConfig(min_rows=1, **config))
+def planned_blocks(budget, change=lambda model: None):
+    model = in_blocks()
+    change(model)
+    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget=budget, strategy="chen2016_sqrt")
+    return model, step
 
 
-class Attention(nn.Module):
+def sketched(make, **config):
+    return lambda: convert_linears(make(), config=RMMConfig(min_rows=1, **config))
+
+
+def attention():
     """Query, key and value of a norm, which share a sketch; what dropout draws comes after all of their seeds."""
 
-    def __init__(self, **config):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        convert_linears(self, config=RMMConfig(min_rows=1, **config))
+    def run(it, x):
+        y = it.norm(x)
+        scores = F.dropout((it.q(y) @ it.k(y).mT / 4).softmax(-1), 0.2)
+        return x + it.out(scores @ it.v(y))
 
-    def forward(self, x):
-        y = self.norm(x)
-        scores = F.dropout((self.q(y) @ self.k(y).mT / 4).softmax(-1), 0.2)
-        return x + self.out(scores @ self.v(y))
+    return ModelOf(run, norm=nn.LayerNorm(16), **linears("q k v out", 16))
 
 
-def language_model(kind="RobertaForSequenceClassification"):
-    changes = {"num_key_value_heads": 1} if kind.startswith("Llama") else {}
+def language_model(kind="RobertaForSequenceClassification", **changes):
     return tiny(kind, dropout=0.1, num_hidden_layers=1, **changes)
 
 
 X, TARGET = torch.randn(12, 5, 16), torch.randn(12, 5, 16)
+ON_X = mean_squared_error, (X, TARGET), {}
 IDS = torch.randint(2, 50, (2, 20))
 TEXT = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+ROBERTA = {"input_ids": IDS, "labels": IDS[:, 0] % 2, "attention_mask": (IDS > 9).long()}
 IMAGES = torch.randn(4, 3, 8, 8), torch.randint(0, 8, (4,))
 
 # model, step, arguments, keyword arguments
 CASES = {
-    "net": (Net, None, IMAGES, {}),
-    "assorted": (Assorted, None, (torch.randint(0, 50, (4, 12)),), {}),
-    "blocks": (lambda: Blocks(depth=3), mean_squared_error, (X, TARGET), {}),
-    "sketched": (lambda: converted(ratio=0.3), mean_squared_error, (X, TARGET), {}),
-    "sketched in int4": (lambda: converted(ratio=0.5, storage="int4"), mean_squared_error, (X, TARGET), {}),
-    "sketched attention": (lambda: Attention(ratio=0.5), mean_squared_error, (X, TARGET), {}),
+    "net": (net, None, IMAGES, {}),
+    "assorted": (assorted, None, (torch.randint(0, 50, (4, 12)),), {}),
+    "blocks": (in_blocks, *ON_X),
+    "sketched": (sketched(in_blocks, ratio=0.3), *ON_X),
+    "sketched in int4": (sketched(in_blocks, ratio=0.5, storage="int4"), *ON_X),
+    "sketched attention": (sketched(attention, ratio=0.5), *ON_X),
     "gpt2": (lambda: language_model("GPT2LMHeadModel"), None, (), TEXT),
-    "llama": (lambda: language_model("LlamaForCausalLM"), None, (), TEXT),
-    "roberta": (
-        language_model,
-        None,
-        (),
-        {"input_ids": IDS, "labels": IDS[:, 0] % 2, "attention_mask": (IDS > 9).long()},
-    ),
+    "llama": (lambda: language_model("LlamaForCausalLM", num_key_value_heads=1), None, (), TEXT),
+    "roberta": (language_model, None, (), ROBERTA),
 }
 
 
@@ -175,7 +179,6 @@ grid = partial(pytest.param, marks=pytest.mark.grid)
 )
 def test_bits_and_bytes_are_as_promised(case):
     make, step, args, kwargs = CASES[case]
-    torch.manual_seed(0)
     model = make().train()
     graph = capture(model, args, kwargs, step=step).graph
     peaks, one = [], torch.ones(())
@@ -210,14 +213,12 @@ def runner_of(captured, schedule):
 
 
 def inputs_of(captured, model, x):
-    """The arguments of a captured graph, by their names."""
     tensors = {**dict(model.named_parameters()), "[0]": x}
     return [tensors[name] for name in captured.names]
 
 
 @pytest.fixture(scope="module")
 def chain():
-    """A model, its input, and its captured step."""
     torch.manual_seed(0)
     layers = [layer for width in (24, 8, 16) for layer in (nn.LazyLinear(width), nn.Tanh(), nn.Dropout(0.2))]
     model, x = nn.Sequential(*layers), torch.randn(64, 12)
@@ -251,8 +252,7 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, ch
 
 
 def test_memory_goes_with_the_loss_and_needs_no_collector():
-    model = Blocks()
-    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="80%", strategy="chen2016_sqrt")
+    model, step = planned_blocks("80%")
     step(X, TARGET)
     gc.collect()
     gc.disable()
@@ -270,7 +270,7 @@ def test_memory_goes_with_the_loss_and_needs_no_collector():
 
 
 def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_loss():
-    model, reference = planned_and_plain(Blocks(drop=0.0), X.clone().requires_grad_(), "90%")
+    model, reference = planned_and_plain(in_blocks(drop=0.0), X.clone().requires_grad_(), "90%")
     (plan,) = model._compiled_call_impl.plans
     assert plan.peak_bytes <= 0.9 * plan.plain.peak_bytes
     mine, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
@@ -282,9 +282,7 @@ def test_inputs_get_gradients_and_every_output_can_be_differentiated_without_a_l
 
 
 def test_frozen_parameters_get_none():
-    model = Blocks()
-    model.blocks[:1].requires_grad_(False)
-    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
+    model, step = planned_blocks("90%", lambda model: model.blocks[:1].requires_grad_(False))
     step(X, TARGET).backward()
     assert step.planned_runs == 1
     assert all(parameter.grad is None for parameter in model.blocks[:1].parameters())
@@ -295,7 +293,7 @@ def test_frozen_parameters_get_none():
 
 
 def test_eval_and_no_grad_run_as_written_and_removal_leaves_nothing():
-    model = planned(Blocks(), X, "90%")
+    model = planned(in_blocks(), X, "90%")
     keys = model.state_dict().keys()
     with torch.no_grad():
         assert model(X).grad_fn is None
@@ -310,54 +308,35 @@ def test_eval_and_no_grad_run_as_written_and_removal_leaves_nothing():
     assert model.state_dict().keys() == keys
 
 
-class Running(nn.Module):
-    """Reads a view of a buffer that it then updates, as running normalisations do."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x):
-        h = torch.tanh(self.layers[0](x))
-        h = torch.tanh(h - self.mean.view(1, -1))
-        for layer in self.layers[1:]:
+def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
+    # a view of the buffer, as running normalisations do
+    def running(it, x):
+        h = torch.tanh(it.layers[0](x))
+        h = torch.tanh(h - it.mean.view(1, -1))
+        for layer in it.layers[1:]:
             h = torch.tanh(layer(h))
-        self.mean.mul_(0.9).add_(1.0)
+        it.mean.mul_(0.9).add_(1.0)
         return h.square().mean()
 
-
-def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
-    model = Running()
+    model = ModelOf(running, layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), mean=torch.zeros(16))
     with pytest.raises(InfeasibleBudgetError) as caught:
         checkpoint_model(model, X, budget=1)
     assert model._compiled_call_impl is None
     model, reference = planned_and_plain(model, X, caught.value.least_bytes, strategy="auto")
     for _ in range(3):
-        model(X).backward()
-        reference(X).backward()
-    assert torch.equal(model.mean, reference.mean)
-    assert_same_gradients(model, reference)
+        assert_same_step(model, reference, X)
     assert runs(model) == 3
 
 
-class Steps(nn.Module):
-    """A loop over parts of a tensor, as long as the tensor has parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.Linear(4, 8)
-
-    def forward(self, x):
+def test_views_are_made_once_a_pass_and_go_with_their_storages():
+    def loop_over_parts(it, x):
         hidden = x.new_zeros(4)
         for step in x:
-            gate, new = self.cell(step + hidden).chunk(2)
+            gate, new = it.cell(step + hidden).chunk(2)
             hidden = hidden + gate.sigmoid() * new.tanh()
         return hidden.square().sum()
 
-
-def test_views_are_made_once_a_pass_and_go_with_their_storages():
-    model, x = Steps(), torch.randn(10, 4)
+    model, x = ModelOf(loop_over_parts, cell=nn.Linear(4, 8)), torch.randn(10, 4)
     captured = capture(model, (x,))
     count = captured.graph.forward_count
     segments = [list(range(first, min(first + count // 5, count))) for first in range(0, count, count // 5)]
@@ -389,18 +368,12 @@ def counting(op, calls):
     return call
 
 
-class Several(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        h = torch.tanh(self.a(x))
-        return h, torch.fft.fft(h), torch.tanh(self.b(x)), h.detach(), h.argmax(-1)
-
-
 def test_results_keep_what_they_are_and_unused_ones_send_nothing_back():
-    model, reference = planned_and_plain(Several(), X)
+    def several(it, x):
+        h = torch.tanh(it.a(x))
+        return h, torch.fft.fft(h), torch.tanh(it.b(x)), h.detach(), h.argmax(-1)
+
+    model, reference = planned_and_plain(ModelOf(several, **linears("a b", 16)), X)
     for each in (model, reference):
         h, spectrum, _, target, index = each(X)
         assert [tensor.requires_grad for tensor in (h, spectrum, target, index)] == [True, True, False, False]
@@ -443,40 +416,28 @@ def test_tensors_that_a_step_closes_over_are_read_and_trained():
     assert step.planned_runs == 2
 
 
-class Assigns(nn.Linear):
-    """Sets a buffer, a number and an attribute to what the step computes."""
-
-    def __init__(self):
-        super().__init__(16, 4)
-        self.register_buffer("n", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x):
-        self.n, self.calls = self.n + 1, self.calls + 1
-        self.aux = super().forward(x).square().mean()
-        return self.aux * 2 / self.n
-
-
 def test_what_a_step_assigns_is_there_after_it():
-    model, reference = planned_and_plain(Assigns(), X)
+    # a buffer, a number and an attribute
+    def assigns(it, x):
+        it.n, it.calls = it.n + 1, it.calls + 1
+        it.aux = it.layer(x).square().mean()
+        return it.aux * 2 / it.n
+
+    model = ModelOf(assigns, layer=nn.Linear(16, 4), n=torch.zeros(()))
+    model.calls = 0
+    model, reference = planned_and_plain(model, X)
     assert (model.n, model.calls, hasattr(model, "aux")) == (0, 0, False)
-    for each in (model, reference):
-        for _ in range(3):
-            each(X).backward()
-            each.aux.detach()
+    for _ in range(3):
+        assert_same_step(model, reference, X)
+        assert torch.equal(model.aux.detach(), reference.aux.detach())
     assert (model.n, model.calls) == (reference.n, reference.calls) == (3, 3)
-    assert torch.equal(model.aux, reference.aux)
-    assert_same_gradients(model, reference)
     assert runs(model) == 3
 
 
-# Gradients that arrive at a result beside the loss
-
-
-@pytest.mark.parametrize("model", [Net(), grid(language_model())], ids=["net", "roberta"])
-def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
-    args, kwargs = (IMAGES, {}) if isinstance(model, Net) else ((), CASES["roberta"][3])
-    model, reference = planned_and_plain(model, kwargs or args)
+@pytest.mark.parametrize("case", ["net", grid("roberta")])
+def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(case):
+    make, _, args, kwargs = CASES[case]
+    model, reference = planned_and_plain(make(), kwargs or args)
 
     def step(model, seed):
         torch.manual_seed(seed)
@@ -494,41 +455,30 @@ def test_a_gradient_at_a_result_beside_the_loss_is_that_of_eager_mode(model):
         assert_same_gradients(model, reference)
     assert runs(model) == 4
     # RoBERTa's first step sets `config.problem_type`, and Dynamo compiles the model again
-    assert len(model._compiled_call_impl.plans) == (1 if isinstance(model, Net) else 2)
-    torch.manual_seed(4)
-    out = model(*args, **kwargs)
+    assert len(model._compiled_call_impl.plans) == (1 if case == "net" else 2)
     # that of the loss alone is right as well
-    out["loss"].backward()
-    torch.manual_seed(4)
-    reference(*args, **kwargs)["loss"].backward()
+    for each in (model, reference):
+        torch.manual_seed(4)
+        each(*args, **kwargs)["loss"].backward()
     assert_same_gradients(model, reference)
-
-
-class Autoencoder(nn.Module):
-    """The loss, of both results, is computed outside, and the scalar trains the encoder alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(16, 8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
-
-    def forward(self, x):
-        code = self.encoder(x)
-        return self.decoder(code), code.square().mean()
 
 
 def test_a_scalar_that_trains_fewer_parameters_than_all_results_is_not_taken_for_the_loss():
-    model, reference = planned_and_plain(Autoencoder(), X)
+    # the loss, of both results, is computed outside, and the scalar trains the encoder alone
+    def autoencoder(it, x):
+        code = it.encoder(x)
+        return it.decoder(code), code.square().mean()
+
+    decoder = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+    model, reference = planned_and_plain(ModelOf(autoencoder, encoder=nn.Linear(16, 8), decoder=decoder), X)
     (plan,) = model._compiled_call_impl.plans
     assert plan.plain.peak_bytes <= plan.eager_peak_bytes
-    for each in (model, reference):
-        out, divergence = each(X)
-        (F.mse_loss(out, X) + divergence).backward()
-    assert_same_gradients(model, reference)
+    assert_same_step(model, reference, X, loss=lambda found: F.mse_loss(found[0], X) + found[1])
     assert runs(model) == 1
 
 
 def test_a_given_schedule_is_for_the_gradient_of_the_loss_alone():
-    model = Net()
+    model = net()
     graph = capture(model, IMAGES).graph
     run = apply_schedule(model, None, IMAGES, Schedule.plain(graph))
     for _ in range(2):
@@ -538,22 +488,17 @@ def test_a_given_schedule_is_for_the_gradient_of_the_loss_alone():
 
 
 def test_passes_that_wait_together_are_planned_for_all_gradients_once():
-    model, reference = planned_and_plain(Net(drop=0.0), IMAGES)
+    model, reference = planned_and_plain(net(drop=0.0), IMAGES)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         sum(model(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
     sum(reference(*IMAGES)["logits"].square().sum() for _ in range(3)).backward()
     assert sum("beside the loss" in str(each.message) for each in told) == 1
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-# Bad input
+    torch.testing.assert_close(gradients(model), gradients(reference))
 
 
 def test_second_backward_passes_and_second_derivatives_are_refused():
-    model = Blocks()
-    step = checkpoint_step(model, mean_squared_error, (X, TARGET), budget="90%", strategy="chen2016_sqrt")
+    model, step = planned_blocks("90%")
     loss = step(X, TARGET)
     with pytest.raises(DoubleBackwardError, match="create_graph=True asks"):
         torch.autograd.grad(loss, model.blocks[0][1].weight, create_graph=True)
@@ -577,7 +522,7 @@ def test_wrong_schedules_and_second_calls_are_named():
 
 
 def test_a_plan_prints_what_it_keeps_by_block():
-    plan = checkpoint_model(Blocks(), X, budget="70%", strategy="chen2016_sqrt")
+    plan = checkpoint_model(in_blocks(), X, budget="70%", strategy="chen2016_sqrt")
     text = str(plan)
     assert "budget" in text
     assert "blocks.2" in text

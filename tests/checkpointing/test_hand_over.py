@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from measured_peak import MeasuredPeak
-from planned_models import Ops, assert_equal, assert_same_gradients, gradients
+from model_of import ModelOf
+from planned_models import Ops, assert_equal, assert_same_gradients, assert_same_step, gradients
 from planned_models import planned as planned_for
 from torch import nn
 
@@ -29,9 +30,6 @@ def plan_of(model):
     return model._compiled_call_impl.plans[-1]
 
 
-# When
-
-
 def arrivals(model):
     """For each parameter, in the order of arrival, its name and the part of the backward pass that was over."""
     found = []
@@ -49,9 +47,6 @@ def test_gradients_arrive_while_the_backward_pass_runs():
     assert ours[0][1] < 0.2
     layer = [name.partition(".")[0] for name, _ in ours]
     assert layer == [name.partition(".")[0] for name, _ in eager] == sorted(layer, key=int, reverse=True)
-
-
-# Bytes
 
 
 def stepping(model):
@@ -94,33 +89,31 @@ def test_a_second_micro_batch_takes_what_it_takes_in_eager():
     assert_same_gradients(ours, eager)
 
 
-class Shares(nn.Module):
+def parameters(names, *shape):
+    return {name: nn.Parameter(torch.randn(shape)) for name in names}
+
+
+def shares():
     """Two pairs of parameters with one gradient each, and two whose gradients are parts of one."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Parameter(torch.randn(32, 64)) for _ in range(4))
-        self.e, self.f = (nn.Parameter(torch.randn(32, 64)) for _ in range(2))
+    def run(it, x):
+        h = torch.tanh(x + it.a + it.b)
+        h = torch.cat([it.c, it.d]) * torch.cat([h, h.cos()])
+        return h[:32] * h[32:].sin() + it.e + it.f
 
-    def forward(self, x):
-        h = torch.tanh(x + self.a + self.b)
-        h = torch.cat([self.c, self.d]) * torch.cat([h, h.cos()])
-        return h[:32] * h[32:].sin() + self.e + self.f
+    return ModelOf(run, **parameters("abcdef", 32, 64))
 
 
-class Joined(nn.Module):
+def joined():
     """Two parameters whose gradients are columns of one, and one whose gradient is expanded: autograd copies them."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(64, 32)), nn.Parameter(torch.randn(64, 32))
-        self.c = nn.Parameter(torch.randn(500, 4))
+    def run(it, x):
+        return nn.functional.linear(x, torch.cat([it.a, it.b], 1)).square().mean() + it.c.sum()
 
-    def forward(self, x):
-        return nn.functional.linear(x, torch.cat([self.a, self.b], 1)).square().mean() + self.c.sum()
+    return ModelOf(run, **parameters("ab", 64, 32), **parameters("c", 500, 4))
 
 
-@pytest.mark.parametrize("kind", [Shares, Joined])
+@pytest.mark.parametrize("kind", [shares, joined])
 @pytest.mark.parametrize("freed", [False, True])
 def test_gradients_that_share_memory_or_are_copied_are_counted(freed, kind):
     model = kind()
@@ -146,12 +139,7 @@ def test_gradients_that_share_memory_or_are_copied_are_counted(freed, kind):
     assert measured.peak == step.plans[0].peak_bytes
 
 
-# All that autograd does
-
-
 class Calls:
-    """What hooks of all kinds are called with."""
-
     def __init__(self, model):
         self.calls = {name: [] for name, _ in model.named_parameters()}
         self.nodes = []
@@ -210,47 +198,32 @@ def test_memory_goes_with_a_pass_that_ended_early():
         out = None
 
 
-class Around(nn.Module):
-    """Uses the weight of a layer of its planned part before it and after it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner = nn.Linear(64, 64), layers()
-
-    def forward(self, x):
-        shared = self.inner[4].weight
-        return (self.inner((self.first(x) @ shared).tanh()) @ shared).square().mean()
-
-
 def test_what_is_used_elsewhere_as_well_gets_the_sum():
-    model = Around()
+    def around(it, x):
+        shared = it.inner[4].weight
+        return (it.inner((it.first(x) @ shared).tanh()) @ shared).square().mean()
+
+    # the weight of a layer of the planned part is used before the part and after it
+    model = ModelOf(around, first=nn.Linear(64, 64), inner=layers())
     eager = copy.deepcopy(model)
     planned(model.inner)
-    model(X).backward()
-    eager(X).backward()
-    assert_same_gradients(model, eager)
+    assert_same_step(model, eager, X)
 
 
-# Parameters that change in the backward pass
-
-
-class Scales(nn.Module):
+def scaled():
     """The gradient of each scale is there before the op runs that reads it: the second factor's is computed first."""
 
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterList(torch.rand(32, 64) + 0.5 for _ in range(4))
-
-    def forward(self, x):
-        for scale in self.scales:
+    def run(it, x):
+        for scale in it.scales:
             x = x.tanh() * scale
         return x
+
+    return ModelOf(run, scales=nn.ParameterList(torch.rand(32, 64) + 0.5 for _ in range(4)))
 
 
 @pytest.mark.parametrize("budget", ["100%", "90%"])
 def test_an_optimizer_waits_for_the_ops_that_read_its_parameter(budget):
-    torch.manual_seed(0)
-    model = Scales()
+    model = scaled()
     eager = stepping(copy.deepcopy(model))
     plan = plan_of(planned(model, budget, gradients="freed"))
     writer = plan.graph.writer
@@ -276,7 +249,7 @@ def test_a_parameter_that_changes_before_it_was_read_is_noticed():
 
 
 def test_a_schedule_that_reads_a_parameter_too_late_is_refused():
-    model = Scales()
+    model = scaled()
     graph = capture(model, (X,), gradients="freed").graph
     assert graph == capture(model, (X,)).graph.with_gradients_freed()
     schedule = Schedule.plain(graph)

@@ -1,44 +1,30 @@
 """What is written in place between the forward and the backward pass is noticed; arguments that share memory."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from model_of import ModelOf, linears
 
 from rmm_linear.checkpointing import checkpoint_model
 
 X = torch.randn(256, 64)
 
 
-class Features(nn.Module):
+def recomputed(it, x):
     """Returns what dropout alone reads, which keeps its mask and no input in eager mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        features = self.first(x)
-        return features, self.last(torch.tanh(F.dropout(features, 0.1)))
+    features = it.first(x)
+    return features, it.last(torch.tanh(F.dropout(features, 0.1)))
 
 
-class Saved(nn.Module):
+def kept(it, x):
     """Returns what eager mode keeps as well, in three dimensions: a view of what the op wrote."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x):
-        features = self.first(x.view(4, -1, 64))
-        return features, self.last(features)
+    features = it.first(x.view(4, -1, 64))
+    return features, it.last(features)
 
 
-@pytest.mark.parametrize(("model", "budget"), [(Features(), "90%"), (Saved(), "100%")], ids=["recomputed", "kept"])
-def test_a_result_or_a_weight_changed_in_place_before_it_is_read_is_refused(model, budget):
-    planned = copy.deepcopy(model)
+@pytest.mark.parametrize(("run", "budget"), [(recomputed, "90%"), (kept, "100%")])
+def test_a_result_or_a_weight_changed_in_place_before_it_is_read_is_refused(run, budget):
+    planned = ModelOf(run, **linears("first last", 64))
     checkpoint_model(planned, X, budget=budget)
     features, output = planned(X)
     with torch.no_grad():
@@ -60,16 +46,7 @@ def test_a_result_or_a_weight_changed_in_place_before_it_is_read_is_refused(mode
 
 def test_a_constant_changed_in_place_before_it_is_read_is_refused():
     mask = torch.ones(64)
-
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.layer(x) * mask
-
-    model = Masked()
+    model = ModelOf(lambda it, x: it.layer(x) * mask, **linears("layer", 64))
     checkpoint_model(model, X, budget="100%")
     output = model(X)
     mask.mul_(2.0)

@@ -1,23 +1,29 @@
-"""The search, and the linear program's bound, beside the best orders there are."""
+"""The search, its orders and graphs of parts, and the linear program's bound, beside the best orders there are."""
 
 import random
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from strategy_contract import effect_beside_the_loss, large_graphs, tiny_graphs
+from torch import nn
 
 from experiments.checkpointing.generators import chain, random_layers, with_backward
+from rmm_linear.checkpointing import checkpoint_step
 from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.planning import relaxation
 from rmm_linear.planning.budget import Budget
+from rmm_linear.planning.changing_order import ChangingOrder
 from rmm_linear.planning.coding import CodedTensor, Coding, FreedMemory
+from rmm_linear.planning.contraction import contracted, divided
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.local_search import LocalSearch
 from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.planner import plan_graph
 from rmm_linear.planning.relaxation import Relaxation, least_extra_cost, relaxations
-from rmm_linear.planning.schedule import Schedule
-from rmm_linear.planning.simulate import peak_and_cost, simulate
+from rmm_linear.planning.schedule import Schedule, validate
+from rmm_linear.planning.simulate import bytes_of_order, peak_and_cost, simulate
 from rmm_linear.planning.strategies import auto, get_strategy
 
 _ROUNDING = 1e-6
@@ -41,7 +47,6 @@ def _budgets(graph):
 
 
 def _every_budget(graph):
-    """From the least peak to the plain one."""
     return range(leanest_order(graph).peak_bytes, _plain_peak(graph) + 1)
 
 
@@ -260,3 +265,125 @@ def test_an_output_is_computed_later_where_that_lowers_the_peak():
     order = LocalSearch(graph, _plain_peak(graph) - 1).fitted(range(len(graph.ops)))
     assert sorted(order) == list(range(len(graph.ops)))
     assert simulate(graph, Schedule.from_order(graph, order)).peak_bytes < _plain_peak(graph)
+
+
+GRAPHS = [graph for _, graph in (*tiny_graphs(), *large_graphs())]
+
+
+def with_states(graph):
+    ops = (replace(op, state_bytes=5 * (place % 2) * (not op.is_backward)) for place, op in enumerate(graph.ops))
+    return replace(graph, ops=tuple(ops))
+
+
+def can_run(graph, changing, op, key):
+    """Whether what an op reads was computed before, and the forward pass has ended before a backward op."""
+    is_ready = all(changing.last_run(graph.writer[index], key) is not None for index in graph.ops[op].reads)
+    is_first = changing.last_run(op, key) is None
+    return is_ready and not is_first and (not graph.ops[op].is_backward or key > changing.end)
+
+
+@pytest.mark.parametrize("number", range(2 * len(GRAPHS)))
+def test_bytes_are_those_of_the_simulator_after_every_change(number):
+    graph = GRAPHS[number // 2] if number % 2 else with_states(GRAPHS[number // 2])
+    draw, budget = random.Random(number), sum(graph.sizes) // 4
+    changing = ChangingOrder(graph, range(len(graph.ops)), budget)
+    marks = [(changing.mark(), changing.order())]
+    for _ in range(60):
+        kind, key = draw.random(), draw.choice(changing.keys)
+        if kind < 0.6:
+            (new,) = changing.keys_before(key, 1)
+            ops = [op for op in range(len(graph.ops)) if can_run(graph, changing, op, new)]
+            if ops:
+                changing.put(draw.choice(ops), new)
+        elif kind < 0.85 and (again := list(changing.repetitions())):
+            changing.take(draw.choice(again))
+        elif kind < 0.92:
+            marks.append((changing.mark(), changing.order()))
+        else:
+            mark, order = marks[-1]
+            changing.undo(mark)
+            assert changing.order() == order
+        during = bytes_of_order(graph, changing.order())
+        assert changing.during[:-1] == during
+        assert changing.excess == sum(max(0, size - budget) for size in changing.during)
+        assert changing.cost == pytest.approx(sum(graph.ops[op].cost for op in changing.order()))
+
+
+def test_a_computation_goes_with_those_that_only_it_needs():
+    changing = ChangingOrder(chain([4] * 4), [0, 1, 0, 1, 2, 3], 100)
+    changing.take(changing.keys[3])
+    assert changing.order() == [0, 1, 2, 3]
+
+
+def with_statistics(graph, draw):
+    """Some forward ops also write a result, draw random numbers, need temporaries, or run once alone."""
+    ops, storages, results = list(graph.ops), list(graph.storages), list(graph.results)
+    for number, op in enumerate(ops[: graph.forward_count]):
+        ops[number] = op = replace(op, is_random=draw.random() < 0.2, temporary_bytes=draw.choice([0, 0, 5]))
+        if draw.random() < 0.3:
+            storages.append(Storage("statistics", draw.randint(1, 4)))
+            results.append(len(storages) - 1)
+            ops[number] = replace(op, writes=(*op.writes, len(storages) - 1))
+        elif draw.random() < 0.2:
+            ops[number] = replace(op, is_recomputable=False)
+    return replace(graph, ops=tuple(ops), storages=tuple(storages), results=tuple(results))
+
+
+def random_order(graph, draw):
+    """The ops in their order, and before some of the backward ones forward ops that may run again."""
+    order = []
+    for number, op in enumerate(graph.ops):
+        if op.is_backward and draw.random() < 0.7:
+            again = {op for op in range(number) if graph.ops[op].is_recomputable and draw.random() < 0.3}
+            order += sorted(op for op in again if not graph.ops[op].is_backward)
+        order.append(number)
+    return order
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_order_of_parts_is_an_order_of_ops(seed):
+    draw = random.Random(seed)
+    graph = with_statistics(with_backward(random_layers(draw.randint(8, 30), seed=seed, width=3)), draw)
+    parts = divided(graph, draw.randint(2, 6))
+    assert sorted(op for part in parts for op in part) == list(range(len(graph.ops)))
+    coarse = contracted(graph, parts)
+    for order in (range(len(coarse.ops)), *(random_order(coarse, draw) for _ in range(10))):
+        validate(coarse, Schedule.from_order(coarse, order))
+        spelled = [op for part in order for op in parts[part]]
+        validate(graph, Schedule.from_order(graph, spelled))
+        (peak, cost), (coarse_peak, coarse_cost) = peak_and_cost(graph, spelled), peak_and_cost(coarse, order)
+        assert peak <= coarse_peak
+        assert cost == pytest.approx(coarse_cost)
+
+
+def test_parts_end_where_few_bytes_live_on():
+    graph = with_backward(chain([9, 1, 9, 9, 9, 1, 9, 9, 9, 1, 9, 9]))
+    parts = divided(graph, 4)
+    assert [part[-1] for part in parts[:3]] == [1, 5, 9]
+
+
+def test_an_op_that_runs_once_does_not_keep_its_neighbours_from_running_again():
+    once = Op("counter", 1.0, writes=(1,), is_recomputable=False)
+    ops = (
+        *(Op("a", 1.0, writes=(0,)), once, Op("b", 1.0, reads=(0,), writes=(2,))),
+        *(Op("c", 1.0, reads=(2, 1), writes=(3,)), Op("d", 1.0, reads=(3,), writes=(4,))),
+    )
+    graph = Graph(ops, tuple(Storage(name, 1) for name in "abcde"), outputs=(4,))
+    # c reads the counter, and so begins another part; d writes an output
+    assert divided(graph, 1) == [[0, 2], [1], [3], [4]]
+    assert [op.is_recomputable for op in contracted(graph, divided(graph, 1)).ops] == [True, False, True, True]
+
+
+def mean_square_of(model, x):
+    return model(x).square().mean()
+
+
+def test_a_budget_that_revolve_can_meet_is_met():
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.Tanh())])
+    plan = checkpoint_step(model, mean_square_of, torch.randn(256, 16), budget="35%").plans[0]
+    assert plan.peak_bytes <= 0.35 * plan.plain.peak_bytes
+
+
+def test_the_error_speaks_of_what_was_found():
+    with pytest.raises(InfeasibleBudgetError, match="the least that was found"):
+        get_strategy("auto").plan(with_backward(chain([4] * 5)), 1)

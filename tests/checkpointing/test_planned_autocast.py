@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from model_of import ModelOf, linears
 from planned_models import assert_equal, planned_and_plain, planned_runs
 from torch import nn
 
@@ -19,30 +20,26 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
-class Attention(nn.Module):
+def attention():
     """Attention with dropout, whose backward pass computes in other dtypes inside of autocast."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, 2))
+    def run(it, x):
+        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in it.qkv(it.norm(x)).chunk(3, 2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + it.out(mixed.transpose(1, 2).flatten(2))
+
+    return ModelOf(run, norm=nn.LayerNorm(32), qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
 
 
-class Repeated(nn.Module):
+def repeated():
     """A layer that runs three times: autocast casts its weight once."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
+    def run(it, x):
         for _ in range(3):
-            x = torch.relu(self.layer(x))
-        return self.head(x)
+            x = torch.relu(it.layer(x))
+        return it.head(x)
+
+    return ModelOf(run, layer=nn.Linear(32, 32), head=nn.Linear(32, 8))
 
 
 def mean_square(model, x):
@@ -66,14 +63,13 @@ def plain_gradients(model, inside):
 
 
 def step_and_reference(model, is_cast=True):
-    """A planned step of a model, and a copy of the model."""
     reference = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
         step = checkpoint_step(model, mean_square, X, budget="100%", strategy="chen2016_sqrt")
     return step, reference
 
 
-@pytest.mark.parametrize("kind", [Attention, pytest.param(Repeated, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("kind", [attention, pytest.param(repeated, marks=pytest.mark.grid)])
 def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
     model = kind()
     step, reference = step_and_reference(model)
@@ -88,21 +84,10 @@ def test_a_backward_pass_outside_of_autocast_has_the_plain_bits(kind):
 
 
 def test_a_backward_pass_inside_of_autocast_has_the_plain_bits_where_it_computes_the_same():
-    model, reference = planned_and_plain(Repeated(), X)
+    model, reference = planned_and_plain(repeated(), X)
     for inside in (True, False, True):
         assert_equal(plain_gradients(model, inside), plain_gradients(reference, inside))
     assert planned_runs(model) == 3
-
-
-class Changed(nn.Module):
-    """What is changed after a trace: a gradient is copied into its weight's layout, a sigmoid computed again."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.signs = nn.Linear(32, 32), nn.Parameter(torch.rand(32, 2).t())
-
-    def forward(self, x):
-        return torch.relu(self.layer(x)) * torch.sigmoid(x) + F.embedding((x[..., 0] > 0).long(), self.signs)
 
 
 @pytest.mark.parametrize("executor", ["exact", "inductor"])
@@ -110,7 +95,12 @@ def test_what_is_changed_in_the_graph_after_its_trace_lets_no_backward_pass_be_r
     monkeypatch.setattr(inductor_program, "compile_by_inductor", lambda module, *_, **__: lambda args: module(*args))
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda *_: 1)
     torch._dynamo.reset()
-    model = Changed()
+
+    # a gradient is copied into its weight's layout, a sigmoid computed again
+    def changed(it, x):
+        return torch.relu(it.layer(x)) * torch.sigmoid(x) + F.embedding((x[..., 0] > 0).long(), it.signs)
+
+    model = ModelOf(changed, layer=nn.Linear(32, 32), signs=nn.Parameter(torch.rand(32, 2).t()))
     reference = copy.deepcopy(model)
     run = torch.compile(model, backend="rmm_linear", options={"budget": "100%", "executor": executor})
     ours = gradients(model, lambda x: mean_square(run, x), inside=True)
@@ -119,7 +109,7 @@ def test_what_is_changed_in_the_graph_after_its_trace_lets_no_backward_pass_be_r
 
 
 def test_a_backward_pass_inside_of_autocast_that_computes_in_other_dtypes_is_refused_by_name():
-    model = Attention()
+    model = attention()
     step, reference = step_and_reference(model)
     for _ in range(2):
         with pytest.raises(AutocastBackwardError, match=r"inside of torch.autocast.*call it outside"):
@@ -143,15 +133,8 @@ def test_a_step_without_autocast_has_the_plain_bits_where_its_backward_pass_is_i
 
 
 def test_inputs_that_are_leaves_are_cast_once_and_others_for_each_use():
-    class Uses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-        def forward(self, x):
-            return sum(layer(x) for layer in self.layers)
-
-    model, reference = planned_and_plain(Uses(), X)
+    parts = linears("a b c", 32)
+    model, reference = planned_and_plain(ModelOf(lambda it, x: it.a(x) + it.b(x) + it.c(x), **parts), X)
     leaf = X.clone().requires_grad_()
     for is_leaf in (True, False):
         found = []

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from planned_models import mean_square, planned, planned_runs
-from torch import distributed, nn
+from torch import nn
 
 from rmm_linear.checkpointing import (
     PlannedStep,
@@ -34,13 +34,6 @@ def nothing_is_captured(monkeypatch):
         raise AssertionError("a capture was begun")
 
     monkeypatch.setattr(PlannedStep, "capture", refuse)
-
-
-@pytest.fixture
-def process_group():
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 _DOORS = {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,16 +22,16 @@ from rmm_linear.planning.strategies.auto import Auto
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 
 
-def layers(count: int = 4) -> nn.Sequential:
+def layers(count=4):
     return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 1))
 
 
-def stored(graph, strategy: str, budget_bytes: int) -> Schedule | None:
+def stored(graph, strategy, budget_bytes):
     return stored_plan(graph, strategy, budget_bytes)[0]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RMM_LINEAR_PLANS", str(tmp_path / "plans"))
     return tmp_path / "plans"
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from planned_models import assert_same_gradients, planned, planned_and_plain, planned_runs
+from planned_models import assert_same_gradients, assert_same_step, planned, planned_and_plain, planned_runs
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -91,7 +91,5 @@ def test_a_trace_in_another_thread_is_waited_for(monkeypatch):
         pytest.skip("torch 2.15 has no flag that all threads share")
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
     model, plain = planned_and_plain(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), X)
-    model(X).sum().backward()
-    plain(X).sum().backward()
+    assert_same_step(model, plain, X)
     assert planned_runs(model) == 1
-    assert_same_gradients(model, plain)

@@ -1,18 +1,15 @@
 """A folder with the configuration of a small model, and commands: their answers, and the lines that refuse them."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from rmm_linear.cli import main
 
 
 @pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def answer(capsys):
     """Run a command; the function returns its answer."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         assert main([*map(str, arguments)]) == 0
         return capsys.readouterr().out
 
@@ -20,10 +17,10 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys):
     """Run a command that is a mistake; the function returns the one line that tells of it."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         assert main([*map(str, arguments)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("rmm-linear: error: ")
@@ -34,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def gpt2_folder(tmp_path, monkeypatch):
     """A GPT-2 of one layer; no hub is asked."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

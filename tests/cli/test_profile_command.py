@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tiny_transformers import SIZES
@@ -26,7 +25,7 @@ CONFIGS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name, config in CONFIGS.items():
         config.save_pretrained(tmp_path / name)
@@ -41,7 +40,7 @@ def test_the_columns_are_what_the_models_keep(name, folder, answer):
     model = hf_models.build_model(str(folder / name))
     batch = hf_models.random_batch(model, batch=4, length=64)
 
-    def kept() -> int:
+    def kept():
         with SavedTensors(model) as saved:
             model(**batch)
         return saved.bytes

@@ -2,19 +2,18 @@
 
 import pytest
 import torch
-from torch import fx
 
 from rmm_linear.compiler import inductor_program
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled() -> None:
+def nothing_is_compiled():
     # a limit on recompilations counts for all models of one class
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def uncompiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[fx.Graph, bool]]:
+def uncompiled_graphs(monkeypatch):
     """Inductor compiles nothing. Graphs that it was asked for, and whether they are of a backward pass."""
     found = []
 

@@ -7,8 +7,6 @@ from rmm_linear.compiler.rewrites.codes import draw_keys
 
 
 class Of(nn.Module):
-    """A function as a module."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function

@@ -9,7 +9,8 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from model_of import ModelOf, linears
+from torch import nn
 
 from rmm_linear.compiler.torch_private import compiled
 from rmm_linear.errors import CaptureError
@@ -41,34 +42,22 @@ class Lazy:
 
 
 class Counter:
-    """Counts the forward passes."""
-
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
 
-class Model(nn.Module):
-    """Multiplies by what a function of it finds in its state."""
-
-    def __init__(self, state, read):
-        super().__init__()
-        self.layer, self.state, self.read = nn.Linear(8, 8), state, read
-
-    def forward(self, x):
-        return (self.layer(x) * self.read(self)).square().mean()
-
-
-def make(state=None, read=lambda model: 1.0) -> Model:
+def make(state=None, read=lambda model: 1.0):
+    """A model that multiplies by what a function of it finds in its state."""
     torch.manual_seed(0)
-    return Model(state, read)
+    model = ModelOf(lambda it, x: (it.layer(x) * read(it)).square().mean(), **linears("layer", 8))
+    model.state = state
+    return model
 
 
-def planned(model: nn.Module) -> nn.Module:
+def planned(model):
     return planned_for(model, X)
 
 
-def step(model: nn.Module) -> list[Tensor]:
-    """The loss and the gradients of a training step."""
+def step(model):
     model.zero_grad()
     loss = model(X)
     loss.backward()

@@ -1,10 +1,12 @@
 """Loops of Inductor: elementwise results take no memory, and the fewest bytes are kept for backward loops."""
 
+import copy
 import itertools
 import random
 
 import pytest
 import torch
+from model_of import ModelOf
 from torch import fx, nn
 
 from rmm_linear.compiler import inductor_program, plans
@@ -102,27 +104,18 @@ def test_of_a_long_recurrence_each_backward_loop_computes_a_short_part_again(ste
     assert kept_bytes(capture) < SIZE * ops / 8
 
 
-class Scaled(nn.Module):
-    """Multiplies by a function of a buffer, and writes into the buffer afterwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.rand(ROWS, WIDTH))
-
-    def forward(self, x):
-        y = self.linear(x)
-        y = y * (self.scale + 1).exp() * y.tanh()
-        self.scale.mul_(2)
-        return y.sum()
-
-
 @pytest.mark.usefixtures("uncompiled_graphs")
 def test_what_was_computed_from_a_buffer_is_not_computed_again_after_the_step_has_written_into_it(monkeypatch):
     monkeypatch.setattr(inductor_program, "measured_peak_bytes", lambda *_: 1)
-    torch.manual_seed(0)
-    eager, model = Scaled(), Scaled()
-    model.load_state_dict(eager.state_dict())
+
+    def scaled(it, x):
+        y = it.linear(x)
+        y = y * (it.scale + 1).exp() * y.tanh()
+        it.scale.mul_(2)
+        return y.sum()
+
+    eager = ModelOf(scaled, linear=nn.Linear(WIDTH, WIDTH), scale=torch.rand(ROWS, WIDTH))
+    model = copy.deepcopy(eager)
     step = torch.compile(model, backend=rmm_linear, options={"budget": "100%"})
     x = torch.randn(ROWS, WIDTH)
     for _ in range(2):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from model_of import ModelOf
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -24,19 +25,13 @@ from tests.checkpointing.measured_peak import MeasuredPeak
 ROWS, WIDTH = 256, 32
 
 
-class Block(nn.Module):
-    def __init__(self, p):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(p)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 def mlp(blocks=2, p=0.0):
+    def block():
+        linears = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        return ModelOf(lambda it, x: x + it.body(x), body=nn.Sequential(nn.LayerNorm(WIDTH), *linears, nn.Dropout(p)))
+
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(p) for _ in range(blocks)), nn.Linear(WIDTH, 1))
+    return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(WIDTH, 1))
 
 
 def planned(model, budget):
@@ -121,13 +116,9 @@ def test_sketched_gradients_are_unbiased_for_each_parameter(x):
 @pytest.mark.filterwarnings("ignore:the compiled step takes")
 def test_what_autocast_leaves_in_float32_is_computed_in_float32(uncompiled_graphs):
     """On a CPU, attention with dropout multiplies in float32, whatever autocast makes of its inputs."""
-
-    class Attention(nn.Module):
-        def forward(self, x):
-            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-
+    attention = ModelOf(lambda it, x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1))
     with torch.autocast("cpu", torch.bfloat16):
-        loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention()), "100%")(torch.randn(4, 64, WIDTH)).sum()
+        loss = planned(nn.Sequential(nn.Linear(WIDTH, WIDTH), attention), "100%")(torch.randn(4, 64, WIDTH)).sum()
     loss.backward()
     products = (each.find_nodes(op="call_function", target=torch.ops.aten.bmm.default) for each, _ in uncompiled_graphs)
     assert {node.meta["val"].dtype for nodes in products for node in nodes} == {torch.float32}
@@ -142,8 +133,8 @@ def uncompiled(model):
 def test_ops_for_inductor_run_one_by_one_with_the_same_gradients(x, monkeypatch):
     monkeypatch.setattr(inductor_program, "compile_by_inductor", None)
     model = mlp()
-    for ours, theirs in zip(gradients(model, uncompiled(model), x), gradients(model, model, x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    found, expected = gradients(model, uncompiled(model), x), gradients(model, model, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_mask_of_dropout_is_the_same_in_both_passes_where_nothing_is_compiled():
@@ -166,8 +157,7 @@ def test_buffers_are_updated_once(x):
     expected = gradients(eager := network(), eager, x)
     model = network()
     torch.testing.assert_close(gradients(model, planned(model, "80%"), x), expected, rtol=1e-4, atol=1e-6)
-    for (name, buffer), (_, other) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
-        torch.testing.assert_close(buffer, other, msg=name)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
 
 
 def test_an_op_whose_result_is_read_twice_is_written_once_in_a_loop(monkeypatch):
@@ -232,18 +222,16 @@ def test_a_peak_above_the_budget_is_planned_again_for_less_and_then_told(x, monk
     assert plan.measured_peak_bytes > plan.budget_bytes == budget
 
 
-class Shared(nn.Module):
+def shared():
     """Layers that add one bias: Inductor computes its gradient in one loop, which reads a tensor of each layer."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.bias = nn.Parameter(torch.zeros(ROWS, WIDTH))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.sin(layer(x).view(-1, ROWS, WIDTH) + self.bias).view(-1, WIDTH)
+    def run(it, x):
+        for layer in it.layers:
+            x = torch.sin(layer(x).view(-1, ROWS, WIDTH) + it.bias).view(-1, WIDTH)
         return x
+
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return ModelOf(run, layers=layers, bias=nn.Parameter(torch.zeros(ROWS, WIDTH)))
 
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -259,8 +247,7 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(request, monkeyp
     monkeypatch.setattr(
         inductor_program, "measured_peak_bytes", lambda *args: measured.append(measure(*args)) or measured[-1]
     )
-    torch.manual_seed(0)
-    model, x = Shared(), torch.randn(8 * ROWS, WIDTH)
+    model, x = shared(), torch.randn(8 * ROWS, WIDTH)
     gradients(model, torch.compile(model, backend=rmm_linear, options={"bits": {"norm": 8}}), x)
     (plan,) = plans(model)
     free, in_windows = measured
@@ -270,26 +257,19 @@ def test_a_peak_far_above_the_plans_is_lowered_without_a_budget(request, monkeyp
     assert plan.measured_peak_bytes == in_windows
 
 
-class OverRowsAndColumns(nn.Module):
-    """Inductor does not fuse a reduction of columns with the loops over rows around it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        h = self.linear(x)
+@pytest.mark.slow
+def test_a_budget_is_kept_where_loops_are_not_fused(tries):
+    # Inductor does not fuse a reduction of columns with the loops over rows around it
+    def over_rows_and_columns(it, x):
+        h = it.linear(x)
         for _ in range(3):
             h = torch.sin(h)
             h = torch.cos(h - h.mean(0, keepdim=True))
             h = h / (1 + h.square().mean(1, keepdim=True))
         return x + h
 
-
-@pytest.mark.slow
-def test_a_budget_is_kept_where_loops_are_not_fused(tries):
-    torch.manual_seed(0)
-    model = nn.Sequential(OverRowsAndColumns(), OverRowsAndColumns(), nn.Linear(WIDTH, 1))
+    blocks = (ModelOf(over_rows_and_columns, linear=nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
     gradients(model, planned(model, "70%"), torch.randn(4 * ROWS, WIDTH))
     (plan,) = plans(model)
     # the same plan is compiled a second time
@@ -345,7 +325,7 @@ def test_loops_that_read_two_computations_of_a_storage_share_nothing():
 
 
 @pytest.mark.slow
-def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not() -> None:
+def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_windows_do_not():
     model, x = mlp(3), torch.randn(ROWS, WIDTH)
 
     def hits_of(budget):
@@ -361,12 +341,11 @@ def test_a_graph_that_was_compiled_before_comes_from_inductors_cache_and_other_w
         assert hits < 2
         hits, found = hits_of("75%")
         assert hits >= 2
-    for mine, exact in zip(found, gradients(model, model, x), strict=True):
-        torch.testing.assert_close(mine, exact)
+    torch.testing.assert_close(found, gradients(model, model, x))
 
 
 @pytest.mark.slow
-def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result() -> None:
+def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result():
     model, scale = nn.Linear(8, 8), nn.Parameter(torch.ones(()))
 
     def step(x):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from model_of import ModelOf
+from torch import nn
 
 from rmm_linear.compiler import plans
 
@@ -13,29 +14,26 @@ slow_on_a_cpu = pytest.mark.gpu if torch.cuda.is_available() else pytest.mark.sl
 ROWS, LENGTH, WIDTH, HEADS, DRAWS = 4, 256, 128, 2, 24
 
 
-class Block(nn.Module):
+def block(is_masked):
     """Attention and an MLP, whose loss is computed in float32."""
 
-    def __init__(self, is_masked: bool) -> None:
-        super().__init__()
-        self.norm, self.attended = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.out, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.second, self.is_masked = nn.Linear(4 * WIDTH, WIDTH), is_masked
-
-    def forward(self, x: Tensor, lengths: Tensor, targets: Tensor) -> Tensor:
-        """Return a loss."""
+    def run(it, x, lengths, targets):
         query, key, value = (
-            each.view(ROWS, LENGTH, HEADS, -1).transpose(1, 2) for each in self.attended(self.norm(x)).chunk(3, -1)
+            each.view(ROWS, LENGTH, HEADS, -1).transpose(1, 2) for each in it.attended(it.norm(x)).chunk(3, -1)
         )
         mask = None
-        if self.is_masked:
+        if is_masked:
             mask = (torch.arange(LENGTH, device=x.device) < lengths[:, None])[:, None, None].expand(-1, 1, LENGTH, -1)
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not self.is_masked)
-        x = x + self.out(found.transpose(1, 2).flatten(2))
-        return (self.second(F.gelu(self.first(x))).float() - targets).square().mean()
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
+        x = x + it.out(found.transpose(1, 2).flatten(2))
+        return (it.mlp(x).float() - targets).square().mean()
+
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    parts = {"attended": nn.Linear(WIDTH, 3 * WIDTH), "out": nn.Linear(WIDTH, WIDTH), "mlp": mlp}
+    return ModelOf(run, norm=nn.LayerNorm(WIDTH), **parts)
 
 
-def gradients(model: nn.Module, run: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def gradients(model, run, inputs):
     model.zero_grad(set_to_none=True)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         loss = run(*inputs)
@@ -43,11 +41,11 @@ def gradients(model: nn.Module, run: nn.Module, inputs: tuple[Tensor, ...]) -> l
     return [parameter.grad.double() for parameter in model.parameters()]
 
 
-def model_and_inputs(is_masked: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def model_and_inputs(is_masked):
     torch.manual_seed(0)
     lengths = torch.tensor([256, 180, 131, 97])
     inputs = torch.randn(ROWS, LENGTH, WIDTH), lengths, torch.full((ROWS, LENGTH, WIDTH), 2.0)
-    return Block(is_masked).to(DEVICE), tuple(each.to(DEVICE) for each in inputs)
+    return block(is_masked).to(DEVICE), tuple(each.to(DEVICE) for each in inputs)
 
 
 @slow_on_a_cpu

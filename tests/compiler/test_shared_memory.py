@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from model_of import ModelOf, linears
 from torch import nn
 
 from rmm_linear.checkpointing import checkpoint_model
@@ -31,14 +32,7 @@ def both(function, *calls, budget="100%"):
 
 
 DATA = torch.arange(64.0).reshape(16, 4)
-
-
-def view_of_a_slice(w, x):
-    return (x @ w).sum(), x[:, :2]
-
-
-def strided_slice(w, x):
-    return (torch.as_strided(x, (2, 4), (4, 1), 20) @ w).sum()
+SLICES = (lambda: (DATA[0:4],)), (lambda: (DATA[4:8],))
 
 
 def writes_into_the_first(w, a, b):
@@ -79,13 +73,13 @@ def apart():
 
 
 def together():
-    a = torch.ones(4, 4)
+    a, _ = apart()
     return a, a.view(4, 4)
 
 
 CASES = {
-    "views of slices": (view_of_a_slice, lambda: (DATA[0:4],), lambda: (DATA[4:8],)),
-    "slices by strides": (strided_slice, lambda: (DATA[0:4],), lambda: (DATA[4:8],)),
+    "views of slices": (lambda w, x: ((x @ w).sum(), x[:, :2]), *SLICES),
+    "slices by strides": (lambda w, x: (torch.as_strided(x, (2, 4), (4, 1), 20) @ w).sum(), *SLICES),
     "arguments that share memory later": (writes_into_the_first, apart, together),
     "arguments that shared memory before": (writes_into_the_first, together, apart),
     "a part of a result": (writes_into_a_result_after_a_break, lambda: (torch.ones(4, 4),)),
@@ -119,15 +113,8 @@ def test_a_dict_of_options_that_changed_is_read_anew():
 
 
 def test_a_graph_that_runs_several_times_in_a_step_is_told():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x):
-            return torch.tanh(self.linear(x))
-
-    blocks, options = nn.ModuleList(Block() for _ in range(3)), {"budget": "1MiB", "executor": "exact"}
+    blocks = [ModelOf(lambda it, x: torch.tanh(it.linear(x)), **linears("linear", 16)) for _ in range(3)]
+    options = {"budget": "1MiB", "executor": "exact"}
     for block in blocks:
         block.compile(backend="rmm_linear", options=options)
     x = blocks[0](torch.randn(8, 16))

@@ -1,12 +1,12 @@
 """Converted layers that read one tensor keep one sketch under the backend, as in eager mode."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from draws import gradients, judge
-from torch import Tensor, nn
+from model_of import ModelOf, linears
+from torch import nn
 from torch.nn import functional
 
 from rmm_linear import RMMConfig, convert_linears
@@ -19,30 +19,26 @@ ROWS = BATCH * LENGTH
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 
-class Attention(nn.Module):
-    def __init__(self, **configs: RMMConfig) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.dropout = 0.1
-        for name in "q", "k", "v", "out":
-            convert_linears(self, config=configs.get(name, CONFIG), target_modules=[name])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        dropout = self.dropout if self.training else 0.0
+def attention(dropout=0.1, **configs):
+    def run(it, x):
+        y = it.norm(x)
         # under autocast it computes in float32 within
-        y = functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y), dropout_p=dropout)
-        return self.out(y).square().mean()
+        y = functional.scaled_dot_product_attention(it.q(y), it.k(y), it.v(y), dropout_p=dropout * it.training)
+        return it.out(y).square().mean()
+
+    torch.manual_seed(0)
+    model = ModelOf(run, norm=nn.LayerNorm(WIDTH), **linears("q k v out", WIDTH))
+    for name in "q", "k", "v", "out":
+        convert_linears(model, config=configs.get(name, CONFIG), target_modules=[name])
+    return model
 
 
-def compiled(model: nn.Module, executor: str, **options: object) -> nn.Module:
+def compiled(model, executor, **options):
     torch._dynamo.reset()
     return torch.compile(model, backend="rmm_linear", options={"executor": executor, "budget": "100%", **options})
 
 
-def batch() -> Tensor:
+def batch():
     return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -51,12 +47,12 @@ def batch() -> Tensor:
 @pytest.mark.usefixtures("uncompiled_graphs")
 @pytest.mark.parametrize("is_autocast", [pytest.param(False, marks=pytest.mark.grid), True])
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> None:
+def test_one_sketch_of_one_tensor_is_kept(executor, is_autocast):
     x, kept = batch(), {}
     dtype = torch.bfloat16 if is_autocast else torch.float32
     for shares in (True, False):
         config = CONFIG.replace(share_sketch=shares)
-        model = Attention(q=config, k=config, v=config)
+        model = attention(q=config, k=config, v=config)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             loss = compiled(model, executor)(x)
         loss.backward()
@@ -76,9 +72,9 @@ def test_one_sketch_of_one_tensor_is_kept(executor: str, is_autocast: bool) -> N
     ids=str,
 )
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str, Any]) -> None:
+def test_a_plan_keeps_what_eager_mode_keeps(is_autocast, options):
     config = CONFIG.replace(ratio=0.5, **options)
-    model, x = Attention(q=config, k=config, v=config, out=config), batch()
+    model, x = attention(q=config, k=config, v=config, out=config), batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         with SavedTensors(model) as kept:
             loss = model(x)
@@ -92,8 +88,8 @@ def test_a_plan_keeps_what_eager_mode_keeps(is_autocast: bool, options: dict[str
     [{}, {"k": CONFIG.replace(ratio=0.5)}, {"v": CONFIG.replace(share_sketch=False)}],
     ids=["alike", "one of another ratio", "one that shares nothing"],
 )
-def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
-    model, x = Attention(**configs), batch()
+def test_layers_share_as_in_eager_mode(configs):
+    model, x = attention(**configs), batch()
     reference = copy.deepcopy(model)
     run = compiled(model, "exact")
     for seed in (3, 4):
@@ -106,10 +102,9 @@ def test_layers_share_as_in_eager_mode(configs: dict[str, RMMConfig]) -> None:
 
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor: str) -> None:
+def test_gradients_of_a_shared_sketch_are_unbiased_for_each_weight(executor):
     """Slope on the exact gradient, 150 draws: |z| < 4.5 for 4 weights, false alarm 6e-5. Another seed's slope is 0."""
-    model, x = Attention(), batch()
-    model.dropout = 0.0
+    model, x = attention(dropout=0.0), batch()
     exact = gradients(model.eval(), model, x)
     result = judge(model.train(), compiled(model, executor), x, 150, exact)
     assert len(plans(model)) == 1

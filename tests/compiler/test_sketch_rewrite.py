@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 from draws import Of, Weighted, gradients, judge, keys_of_one, squared_errors
+from model_of import ModelOf, linears
 from torch import nn
 from torch.nn import functional
 
@@ -22,48 +23,45 @@ RATIO, ROWS, WIDTH = 0.375, 320, 96
 SIZES = [ROWS, 307, 333]
 
 
-class Conv1D(nn.Module):
+def parameter(*shape):
+    return nn.Parameter(torch.randn(shape) / 8)
+
+
+def conv1d():
     """GPT-2's: the weight is (in, out), and its gradient x^T g."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8), nn.Parameter(torch.zeros(WIDTH))
+    def run(it, x):
+        return torch.addmm(it.bias, x.view(-1, WIDTH), it.weight).view(x.shape)
 
-    def forward(self, x):
-        return torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(x.shape)
+    return ModelOf(run, weight=parameter(WIDTH, WIDTH), bias=nn.Parameter(torch.zeros(WIDTH)))
 
 
-class Queries(nn.Module):
+def queries(norm=None):
     """Three layers that read one tensor."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    def run(it, x):
+        x = it.norm(x)
+        return it.q(x) + 2 * it.k(x) + it.v(x).sin()
 
-    def forward(self, x):
-        x = self.norm(x)
-        return self.q(x) + 2 * self.k(x) + self.v(x).sin()
+    return ModelOf(run, norm=norm or nn.LayerNorm(WIDTH), **linears("q k v", WIDTH))
 
 
-class Net(nn.Module):
+def net(body):
     """Layers of inputs that nothing else needs, and of others: the batch, and what tanh returns."""
 
-    def __init__(self, body):
-        super().__init__()
-        self.first, self.norm, self.body = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), body
-        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+    def run(it, x):
+        y = it.body(it.first(x).sin())
+        return it.last(it.norm(y).tanh()).square().sum()
 
-    def forward(self, x):
-        y = self.body(self.first(x).sin())
-        return self.last(self.norm(y).tanh()).square().sum()
+    last = nn.Linear(WIDTH, WIDTH, bias=False)
+    return ModelOf(run, norm=nn.LayerNorm(WIDTH), body=body, last=last, **linears("first", WIDTH))
 
 
 def weighted(model, rows=ROWS):
     return Weighted(model, torch.randn(rows, WIDTH))
 
 
-BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": Conv1D, "queries": Queries}
+BODIES = {"linear": lambda: nn.Linear(WIDTH, WIDTH), "x^T g": conv1d, "queries": queries}
 
 
 def compiled(model, executor="exact", sketch=RATIO, **options):
@@ -84,7 +82,7 @@ def is_unbiased(result):
     return all(abs(slope - 1) <= 4.5 * error and ratio <= 3 for slope, error, ratio, _ in result.values())
 
 
-# all of Net's own layers are like the body "linear"
+# all of net's own layers are like the body "linear"
 QUICK = {("x^T g", None), ("queries", 8)}
 
 
@@ -97,7 +95,7 @@ QUICK = {("x^T g", None), ("queries", 8)}
     ],
 )
 def test_gradients_are_unbiased_for_each_parameter(executor, body, rows, bits):
-    model = Net(BODIES[body]())
+    model = net(BODIES[body]())
     result = judge(model, compiled(model, executor, bits=bits), batch(rows), 250)
     assert set(result) >= {name for name, each in model.named_parameters() if each.dim() == 2}
     assert is_unbiased(result), result
@@ -107,7 +105,7 @@ def test_gradients_are_unbiased_for_each_parameter(executor, body, rows, bits):
 
 @pytest.mark.parametrize("body", BODIES)
 def test_all_but_weight_gradients_keep_the_bits_of_eager_mode(body):
-    model, x = Net(BODIES[body]()), batch(333).requires_grad_()
+    model, x = net(BODIES[body]()), batch(333).requires_grad_()
     exact, run = gradients(model, model, x), compiled(model)
     assert run(x).equal(model(x))
     found = gradients(model, run, x)
@@ -136,22 +134,17 @@ def test_a_weight_gradient_has_the_variance_of_the_closed_form(rows, is_kept):
     assert float(squares.mean()) == pytest.approx(expected, rel=0.03)
 
 
-class Branches(nn.Module):
+def branches(is_shared):
     """Layers alike whose inputs are equal: one tensor, or two that are computed alike."""
 
-    def __init__(self, is_shared):
-        super().__init__()
-        self.before = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2)
-        if not is_shared:
-            self.before[1] = copy.deepcopy(self.before[0])
-        self.is_shared = is_shared
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = copy.deepcopy(self.first)
+    def run(it, x):
+        y = functional.gelu(it.before(x))
+        z = y if is_shared else functional.gelu(it.alike(x))
+        return torch.stack([it.first(y), it.second(z)], -1).sum(-1).square().sum()
 
-    def forward(self, x):
-        y = functional.gelu(self.before[0](x))
-        z = y if self.is_shared else functional.gelu(self.before[1](x))
-        return torch.stack([self.first(y), self.second(z)], -1).sum(-1).square().sum()
+    parts = linears("before first", WIDTH)
+    alike = {} if is_shared else {"alike": copy.deepcopy(parts["before"])}
+    return ModelOf(run, second=copy.deepcopy(parts["first"]), **parts, **alike)
 
 
 def correlation(model, x, draws=60):
@@ -167,10 +160,10 @@ def correlation(model, x, draws=60):
 
 
 def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
-    model, x = Branches(is_shared=True), batch()
+    model, x = branches(is_shared=True), batch()
     assert correlation(model, x, 3) == pytest.approx(1, abs=1e-6)
     assert sorted(each.layers for each in coding_of(model).sketched) == [1, 2]
-    model = Branches(is_shared=False)
+    model = branches(is_shared=False)
     # once in 10,000 runs, if errors of a draw were all in one direction
     assert abs(correlation(model, x)) < 4 / 60**0.5
     assert sorted(each.layers for each in coding_of(model).sketched) == [1, 1, 2]
@@ -180,7 +173,7 @@ def test_layers_of_one_input_share_a_sketch_and_others_do_not(monkeypatch):
 
 @pytest.mark.parametrize("executor", ["exact", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_draw_in_the_forward_pass_governs_all_sketches_and_codes(executor):
-    model, x = Net(Queries()), batch()
+    model, x = net(queries()), batch()
     run = compiled(model, executor, bits=8)
     found = []
     for seed in (1, 1, 2):
@@ -217,7 +210,7 @@ def test_kept_inputs_shrink_by_the_ratio():
 
 
 def test_bytes_of_codes_are_kept_and_sketches_are_made_of_what_is_read():
-    model, x = Net(Queries()), batch()
+    model, x = net(queries()), batch()
     kept = []
     for sketch in (None, RATIO):
         compiled(model, sketch=sketch, bits=8)(x).backward()
@@ -226,48 +219,26 @@ def test_bytes_of_codes_are_kept_and_sketches_are_made_of_what_is_read():
     assert [(each.layers, each.is_kept) for each in coding_of(model).sketched] == [(1, False), (3, False), (1, False)]
 
 
-class Scaled(nn.Module):
-    """The weight is computed of its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-    def forward(self, x):
-        return functional.linear(x, self.weight / self.weight.norm())
-
-
-class Scores(nn.Module):
-    """Products of two tensors of the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return ((x * self.weight) @ x.t() / WIDTH).softmax(-1) @ x
-
-
-class Learned(nn.Module):
-    """The input of its linear layer is a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries, self.weight = (nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in range(2))
-
-    def forward(self, x):
-        return functional.linear(self.queries, self.weight)[:, :WIDTH] * x
-
-
-def narrow():
-    """A layer whose product takes less arithmetic than a sketch."""
-    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ZeroPad1d((0, WIDTH - 8)))
+OTHERS = {
+    "a weight that is computed of its parameter": lambda: ModelOf(
+        lambda it, x: functional.linear(x, it.weight / it.weight.norm()), weight=parameter(WIDTH, WIDTH)
+    ),
+    "products of two tensors of the forward pass": lambda: ModelOf(
+        lambda it, x: ((x * it.weight) @ x.t() / WIDTH).softmax(-1) @ x, weight=nn.Parameter(torch.ones(WIDTH))
+    ),
+    "an input that is a parameter": lambda: ModelOf(
+        lambda it, x: functional.linear(it.queries, it.weight)[:, :WIDTH] * x,
+        **{name: parameter(ROWS, WIDTH) for name in ("queries", "weight")},
+    ),
+    "less arithmetic than a sketch": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.ZeroPad1d((0, WIDTH - 8))),
+}
 
 
 @pytest.mark.parametrize(
-    ("body", "is_autocast"), [(Scaled, False), (Scores, False), (narrow, False), (Learned, False), (Learned, True)]
+    ("body", "is_autocast"), [*((body, False) for body in OTHERS), ("an input that is a parameter", True)]
 )
 def test_other_products_stay_exact(body, is_autocast):
+    body = OTHERS[body]
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         assert_stays_exact(weighted(body()), batch().requires_grad_())
 
@@ -280,8 +251,8 @@ def assert_stays_exact(model, x):
 
 
 def test_few_rows_and_float64_stay_exact():
-    assert_stays_exact(Net(Queries()), batch(255))
-    assert_stays_exact(Net(Queries()).double(), batch().double())
+    assert_stays_exact(net(queries()), batch(255))
+    assert_stays_exact(net(queries()).double(), batch().double())
 
 
 def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
@@ -303,7 +274,7 @@ def test_a_weight_that_is_used_twice_has_the_sum_of_two_estimates():
     ],
 )
 def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_autocast):
-    model, x = Net(Queries()), batch(ROWS) / 4
+    model, x = net(queries()), batch(ROWS) / 4
     if not is_autocast:
         model, x = model.to(dtype), x.to(dtype)
     totals = {}
@@ -324,17 +295,8 @@ def test_low_precision_has_sketches_and_gradients_of_the_right_dtype(dtype, is_a
 
 
 def test_casts_of_one_tensor_have_one_sketch():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            return x * self.weight
-
-    queries = Queries()
-    queries.norm = Scale()
-    model = weighted(queries)
+    scale = ModelOf(lambda it, x: x * it.weight, weight=nn.Parameter(torch.ones(WIDTH)))
+    model = weighted(queries(scale))
     with torch.autocast("cpu", torch.bfloat16):
         gradients(model, compiled(model), batch())
     (sketch,) = coding_of(model).sketched
@@ -342,7 +304,7 @@ def test_casts_of_one_tensor_have_one_sketch():
 
 
 def test_a_budget_comes_on_top():
-    model, x = Net(Queries()), batch()
+    model, x = net(queries()), batch()
     result = judge(model, compiled(model, budget="90%"), x, 100)
     assert is_unbiased(result), result
     (plan,) = plans(model)[-1:]
@@ -352,7 +314,7 @@ def test_a_budget_comes_on_top():
 
 
 def test_converted_layers_keep_their_own_sketches():
-    model, x = Net(Queries()), batch()
+    model, x = net(queries()), batch()
     convert_linears(model, ratio=0.5)
     compiled(model)(x).backward()
     plan = plans(model)[-1]
@@ -365,7 +327,7 @@ def test_converted_layers_keep_their_own_sketches():
 
 @pytest.mark.parametrize("options", [{"sketch": RATIO}, {"bits": 8}])
 def test_masks_of_dropout_stay_where_a_gradient_arrives_beside_the_loss(options):
-    model, x = Net(Queries()), batch()
+    model, x = net(queries()), batch()
     # two of the seeds that it draws are not used
     convert_linears(model.body, ratio=0.5)
 

@@ -15,7 +15,7 @@ PAGES = [readme.README, *sorted((readme.ROOT / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
-def _examples() -> list[dict[str, torch.Tensor]]:
+def _examples():
     return [
         {"input_ids": torch.randint(3, 50, (20,)), "attention_mask": torch.ones(20, dtype=torch.int64), "labels": label}
         for label in [torch.tensor(index % 2) for index in range(16)]
@@ -24,7 +24,7 @@ def _examples() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the sketched layers promise")
-def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_code_runs(tmp_path, monkeypatch):
     # a fence that is written otherwise would leave its block out
     assert len(BLOCKS) == sum(page.read_text().count("```python") for page in PAGES) > 0
     # one draws a figure
@@ -54,17 +54,17 @@ def test_every_block_of_code_runs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
             assert sketched == (converts and "revert_linears(model)" not in block)
 
 
-def test_links_lead_to_files() -> None:
+def test_links_lead_to_files():
     for page in PAGES:
         for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_tables_are_what_the_results_say() -> None:
+def test_the_tables_are_what_the_results_say():
     assert readme.main(["--check"]) == 0
 
 
-def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_typed_number_is_found(tmp_path, monkeypatch):
     changed = tmp_path / "results.md"
     changed.write_text(readme.RESULTS.read_text().replace("<!-- end: layer -->", "| 0.1 |\n<!-- end: layer -->"))
     blocks = readme.pages()[readme.RESULTS]
@@ -75,7 +75,7 @@ def test_a_typed_number_is_found(tmp_path, monkeypatch: pytest.MonkeyPatch) -> N
     assert readme.main(["--check"]) == 0
 
 
-def test_the_readme_names_every_sketch_and_knob() -> None:
+def test_the_readme_names_every_sketch_and_knob():
     from dataclasses import fields
 
     from rmm_linear import RMMConfig, available_sketches

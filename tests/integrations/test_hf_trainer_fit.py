@@ -184,6 +184,8 @@ def test_a_budget_that_cannot_be_met_is_told_at_the_first_step(tmp_path, options
         (WHOLE | {"noise": -1}, "noise=-1 is no share"),
         (WHOLE | {"executor": "fast"}, "executor='fast' is unknown"),
         (WHOLE | {"fit": None}, "noise and executor belong to fit"),
+        ({"compile": {"stratgey": "auto"}}, "option 'stratgey' is unknown; choose among budget, strategy"),
+        ({"compile": {"budget": "60%"}, "monitor": True}, "records nothing in a planned model"),
         *(({"ratio": 0.5, name: 0.5}, f"RMMCallback has no argument {name}") for name in ("noise_target", "model")),
     ],
 )
@@ -197,6 +199,7 @@ def test_bad_options_are_refused_at_once(options, message):
     [
         ({"ratio": 0.2, "monitor": True}, {"torch_compile": True}, "records nothing under torch.compile"),
         (WHOLE, {"torch_compile": True}, "fit plans the model's calls, which torch_compile=True compiles in another"),
+        ({"compile": {"budget": "100%"}}, {"torch_compile": True}, "which torch_compile=True compiles in another way"),
         (WHOLE, {"world_size": 2}, "fit plans for one process, and 2 train together: .*RMMCallback.compile=options"),
     ],
 )

@@ -26,7 +26,6 @@ X, SEED, MEAN = torch.randn(2048, 768), torch.tensor(3), torch.randn(768)
 
 
 def compile_for(capability, kernel, *args, grid, warmup, num_warps=4, num_stages=None, **constants):
-    """Compile what a launch would run."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature, fixed, attributes = {}, {}, {}
     for place, (name, value) in enumerate(values.items()):

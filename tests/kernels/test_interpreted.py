@@ -31,7 +31,7 @@ def test_kernels_equal_their_references_in_more_cases(path, tmp_path):
     assert " passed" in interpreted([path], tmp_path, "-m", "(slow or grid) and not montecarlo")
 
 
-def interpreted(paths: list[Path], cache: Path, *options: str) -> str:
+def interpreted(paths, cache, *options):
     """What pytest says of files' tests; they all pass, and none is skipped."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install 'rmm-linear[kernels]'")

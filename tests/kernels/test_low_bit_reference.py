@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from rmm_linear_kernels.low_bit import cpu, reference
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize, rounding_variance
@@ -16,7 +15,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
 
 
-def uneven(rows: int = 37, features: int = 9) -> Tensor:
+def uneven(rows=37, features=9):
     """Columns of very different sizes and means, one of them constant, one zero."""
     y = torch.randn(rows, features, dtype=torch.float64) * torch.logspace(-3, 3, features, dtype=torch.float64)
     y += 3 * torch.randn(features, dtype=torch.float64)
@@ -24,7 +23,7 @@ def uneven(rows: int = 37, features: int = 9) -> Tensor:
     return y
 
 
-def round_trip(y: Tensor, seed: Tensor, mean: Tensor | None = None, *, kind: str, group: int = GROUP) -> Tensor:
+def round_trip(y, seed, mean=None, *, kind, group=GROUP):
     codes = quantize(y, seed, mean, kind=kind, group=group)
     return dequantize(*codes, seed, kind=kind, group=group, features=y.shape[-1])
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from rmm_linear import ops, use_kernels
 from rmm_linear.sketches import SKETCHES, LowBit
@@ -10,25 +9,25 @@ from rmm_linear_kernels import random
 from rmm_linear_kernels.hadamard import reference as hadamard
 
 
-def words(seed: int, stream: int) -> Tensor:
+def words(seed, stream):
     return torch.empty(64, dtype=torch.int64).random_(generator=random.generator_of(seed, stream))
 
 
-def test_a_stream_is_a_function_of_its_seed_and_number() -> None:
+def test_a_stream_is_a_function_of_its_seed_and_number():
     assert torch.equal(words(3, 0), words(3, 0))
     tried = [0, 1, -1, 1 << 31, 1 << 32, (1 << 32) + 1, -(1 << 63), (1 << 63) - 1]
     drawn = [words(seed, stream) for seed in tried for stream in (0, 1, 2, 3, 1 << 32)]
     assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
 
 
-def test_streams_of_data_parallel_ranks_are_no_other_ranks_streams() -> None:
+def test_streams_of_data_parallel_ranks_are_no_other_ranks_streams():
     ranks = [(5 + rank * ops._RANK_STRIDE + (1 << 63)) % (1 << 64) - (1 << 63) for rank in range(8)]
     drawn = [words(seed, stream) for seed in ranks for stream in range(8)]
     assert torch.unique(torch.stack(drawn), dim=0).shape[0] == len(drawn)
 
 
 @pytest.mark.parametrize("sketch", [*(kind(ratio=0.4) for kind in SKETCHES.values()), LowBit(None, "int4")], ids=str)
-def test_the_default_generator_and_device_are_left_alone(sketch) -> None:
+def test_the_default_generator_and_device_are_left_alone(sketch):
     """And a forward and a backward pass have one S, whatever is chosen for either."""
     x, seed = torch.randn(200, 8), torch.tensor(5)
     state = torch.get_rng_state()
@@ -40,7 +39,7 @@ def test_the_default_generator_and_device_are_left_alone(sketch) -> None:
         assert all(map(torch.equal, sketch.compress(x, seed).tensors, saved.tensors))
 
 
-def test_a_matrix_that_is_made_in_inference_mode_serves_training() -> None:
+def test_a_matrix_that_is_made_in_inference_mode_serves_training():
     hadamard._matrix.cache_clear()
     x, seed, options = torch.randn(64, 8), torch.tensor(5), {"blocks": 1, "kept": 32, "scale": 1.0}
     with torch.inference_mode():
@@ -50,7 +49,7 @@ def test_a_matrix_that_is_made_in_inference_mode_serves_training() -> None:
 
 
 @pytest.mark.parametrize("order", [2, 4, 8, 16, 32, 64])
-def test_runs_of_hadamard_rows_have_the_second_moments_of_uniform_subsets(order: int) -> None:
+def test_runs_of_hadamard_rows_have_the_second_moments_of_uniform_subsets(order):
     powers = hadamard._powers(order, torch.float64)
     assert powers.shape == (2 * (order - 1), order)
     assert torch.equal(powers[: order - 1], powers[order - 1 :])
@@ -64,7 +63,7 @@ def test_runs_of_hadamard_rows_have_the_second_moments_of_uniform_subsets(order:
         assert torch.equal(squares, expected)
 
 
-def test_the_first_row_of_a_run_is_uniform_and_the_seed_s_own() -> None:
+def test_the_first_row_of_a_run_is_uniform_and_the_seed_s_own():
     """A generator's seed has it, in bits from which the generator does not draw."""
     numbers = [random.generator_of(seed, 0).initial_seed() >> 32 for seed in range(6300)]
     counts = torch.bincount(torch.tensor([(number * 63) >> 32 for number in numbers]), minlength=63)

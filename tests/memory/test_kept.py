@@ -95,7 +95,7 @@ def test_measuring_keeps_nothing_alive():
 
 @pytest.mark.parametrize("saves_its_output", [torch.tanh, lambda y: y.softmax(-1)])
 def test_a_graph_without_a_backward_pass_is_freed(saves_its_output):
-    def watched() -> StorageWeakRef:
+    def watched():
         layer = nn.Linear(8, 4)
         measure_kept_bytes(lambda x: saves_its_output(layer(x)), torch.randn(16, 8))
         with SavedTensors(layer):
@@ -189,9 +189,6 @@ def test_a_compiled_model_is_measured_when_it_runs():
     assert kept.bytes == 2 * 16 * 8 * FLOAT
     y.sum().backward()
     assert model[0].weight.grad is not None
-
-
-# MeasuredSaving
 
 
 def roberta(attention, **changes):

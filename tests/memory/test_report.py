@@ -17,7 +17,7 @@ from rmm_linear.memory.report import LINEAR_INPUTS
 FLOAT = 4
 
 
-def attention(width: int = 32) -> nn.Module:
+def attention(width=32):
     """Query, key and value of one input, a fused attention that keeps its output, a projection of that."""
 
     def run(it, x):
@@ -27,7 +27,7 @@ def attention(width: int = 32) -> nn.Module:
     return ModelOf(run, **linears("query key value output", width))
 
 
-def block(width: int = 32) -> nn.Module:
+def block(width=32):
     def run(it, x):
         x = it.norm(x + it.attention(x))
         return x + it.down(nn.functional.gelu(it.up(x)))
@@ -36,16 +36,16 @@ def block(width: int = 32) -> nn.Module:
     return ModelOf(run, attention=attention(width), norm=nn.LayerNorm(width), **wide)
 
 
-def stack(blocks: int = 2) -> nn.Module:
+def stack(blocks=2):
     torch.manual_seed(0)
     return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(32, 3))
 
 
-def batch(**options) -> torch.Tensor:
+def batch(**options):
     return torch.randn(4, 50, 32, **options)
 
 
-def kept_by(model: nn.Module, *args, **kwargs) -> int:
+def kept_by(model, *args, **kwargs):
     with SavedTensors(model) as kept:
         model(*args, **kwargs)
     return kept.bytes
@@ -59,17 +59,10 @@ def test_every_storage_counts_once_and_is_told_by_who_keeps_it():
     hidden = 4 * 50 * 32 * FLOAT
     # x for query, key and value; the norm's output for the residual and `up`; GELU's output for `down`; the last one's
     calls = {call.layer: call for call in report.linears}
-    assert list(calls) == [
-        "0.attention.query",
-        "0.attention.key",
-        "0.attention.value",
-        "0.attention.output",
-        "0.up",
-        "0.down",
-        "1",
-    ]
+    attentions = [f"0.attention.{name}" for name in ("query", "key", "value", "output")]
+    assert list(calls) == [*attentions, "0.up", "0.down", "1"]
     assert all(call.status == "kept" and call.rows == 200 and call.sequences == 4 for call in calls.values())
-    assert len({calls[f"0.attention.{name}"].storage for name in ("query", "key", "value")}) == 1
+    assert len({calls[name].storage for name in attentions[:3]}) == 1
     assert report.others(calls["0.attention.key"]) == ()
     (attention,) = report.others(calls["0.attention.output"])
     assert attention.startswith("scaled_dot_product")
@@ -170,22 +163,17 @@ def test_autocasts_copies_of_weights_are_worth_a_sketch(width):
 
 
 def test_buffers_that_a_forward_replaces_are_put_back_with_what_goes_with_them():
-    class Cache(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.zeros(4, 8), persistent=False)
-            self.register_buffer("mean", None)
-            self.length, self.layer = 4, nn.Linear(8, 8)
+    def cache(it, x):
+        if len(x) > it.length:
+            it.register_buffer("table", torch.ones(len(x), 8), persistent=False)
+            it.register_buffer("late", torch.ones(1))
+            it.length, it.seen = len(x), True
+            it.mean = x.mean(0).detach()
+        return it.layer(x + it.table[: len(x)])
 
-        def forward(self, x):
-            if len(x) > self.length:
-                self.register_buffer("table", torch.ones(len(x), 8), persistent=False)
-                self.register_buffer("late", torch.ones(1))
-                self.length, self.seen = len(x), True
-                self.mean = x.mean(0).detach()
-            return self.layer(x + self.table[: len(x)])
-
-    model = Cache()
+    model = ModelOf(cache, table=torch.zeros(4, 8), **linears("layer", 8))
+    model.length = 4
+    model.register_buffer("mean", None)
     table, keys = model.table, set(model.state_dict())
     profile(model, torch.randn(16, 8))
     assert model.table is table
@@ -271,10 +259,7 @@ def test_an_error_in_the_model_leaves_no_hook_behind():
         profile(lambda x: x, torch.randn(3))
 
 
-# convert_linears(sample=...)
-
-
-def notes(model: nn.Module) -> dict[str, str]:
+def notes(model):
     return {row.name: row.note for row in summary(model).rows if row.config is None}
 
 
@@ -362,7 +347,7 @@ def test_a_sample_that_fails_leaves_the_model_as_it_was():
     assert not any(module.training for module in model.modules())
 
 
-def headed() -> nn.Module:
+def headed():
     """What a conversion by default leaves exact: an output head, and a layer whose class is its own."""
     odd, gelu = type("Odd", (nn.Linear,), {})(32, 32), nn.functional.gelu
     return ModelOf(lambda it, x: it.lm_head(gelu(it.odd(gelu(it.body(x))))), **linears("body lm_head", 32), odd=odd)

@@ -5,7 +5,7 @@ from sketch_contract import SketchContract
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """The contract itself does not import pytest, and so cannot carry its marks."""
     for item in items:
         owner = getattr(item, "cls", None)

@@ -18,8 +18,7 @@ Outcomes = Iterator[tuple[float, torch.Tensor]]
 
 
 def pair(rows):
-    x, g = structured_pair(rows, 3, 2, seed=rows)
-    return x, g
+    return structured_pair(rows, 3, 2, seed=rows)
 
 
 def enumerated(outcomes, x, g):
@@ -45,7 +44,7 @@ def check(name, ratio, x, g, outcomes, tolerance=1e-11):
     assert abs(closed_form - variance) <= tolerance * scale, (name, x.shape[0], ratio)
 
 
-def signed(matrices, rows) -> Outcomes:
+def signed(matrices, rows):
     """Every pattern of row signs in front of equally likely matrices."""
     matrices = list(matrices)
     for signs in product((1.0, -1.0), repeat=rows):
@@ -60,7 +59,6 @@ def subsets_of_columns(matrix, rank):
 
 
 def dct(n):
-    """Orthonormal DCT-II, (rows, frequencies)."""
     entries = [[math.cos(math.pi * (i + 0.5) * c / n) for c in range(n)] for i in range(n)]
     matrix = torch.tensor(entries, dtype=torch.float64)
     return matrix / matrix.norm(dim=0)
@@ -139,7 +137,7 @@ def test_rows_without_replacement():
             check("rows_without_replacement", rank / rows, x, g, outcomes)
 
 
-def drawn_rows(p, rank, kept=()) -> Outcomes:
+def drawn_rows(p, rank, kept=()):
     """`kept` rows as they are, and the other `rank - len(kept)` drawn with replacement, row i with probability p_i."""
     drawn = rank - len(kept)
     for index in product(range(len(p)), repeat=drawn):
@@ -190,30 +188,26 @@ def test_wta_crs():
     assert {0, 1, 2, 3} <= sizes
 
 
-def test_rademacher():
-    for rows, rank in ((1, 1), (2, 1), (2, 2), (3, 2), (4, 2), (3, 3)):
-        x, g = pair(rows)
-        patterns = product((1.0, -1.0), repeat=rows * rank)
-        outcomes = (
-            (2.0 ** -(rows * rank), torch.tensor(pattern, dtype=torch.float64).view(rows, rank) / rank**0.5)
-            for pattern in patterns
-        )
-        check("rademacher", rank / rows, x, g, outcomes)
+# the value of an entry -> its probability
+ENTRIES = {
+    "rademacher": ({1.0: 1 / 2, -1.0: 1 / 2}, ((1, 1), (2, 1), (2, 2), (3, 2), (4, 2), (3, 3))),
+    # a three-point Gauss-Hermite rule, exact for the fourth powers that a variance is made of
+    "gaussian": ({-(3**0.5): 1 / 6, 0.0: 2 / 3, 3**0.5: 1 / 6}, ((1, 1), (2, 1), (2, 2), (3, 2))),
+}
 
 
-def test_gaussian():
-    """By a product of three-point Gauss-Hermite rules, exact for the fourth powers that a variance is made of."""
-    points, weights = (-(3**0.5), 0.0, 3**0.5), (1 / 6, 2 / 3, 1 / 6)
-    for rows, rank in ((1, 1), (2, 1), (2, 2), (3, 2)):
-        x, g = pair(rows)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_independent_entries(name):
+    values, shapes = ENTRIES[name]
+    for rows, rank in shapes:
         outcomes = (
             (
-                math.prod(weights[i] for i in index),
-                torch.tensor([points[i] for i in index], dtype=torch.float64).view(rows, rank) / rank**0.5,
+                math.prod(values[value] for value in entries),
+                torch.tensor(entries, dtype=torch.float64).view(rows, rank) / rank**0.5,
             )
-            for index in product(range(3), repeat=rows * rank)
+            for entries in product(values, repeat=rows * rank)
         )
-        check("gaussian", rank / rows, x, g, outcomes)
+        check(name, rank / rows, *pair(rows), outcomes)
 
 
 @pytest.mark.parametrize("name", sorted(SKETCHES))

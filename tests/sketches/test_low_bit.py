@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from sketch_contract import Estimates, SketchContract, assert_unbiased
-from torch import Tensor
 
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.functional import linear
@@ -15,7 +14,7 @@ from rmm_linear.sketches import STORAGES, Centered, Hadamard, LowBit, available_
 from rmm_linear_kernels.low_bit.reference import dequantize, quantize
 
 
-def low_bit_of(sketch) -> LowBit:
+def low_bit_of(sketch):
     return sketch.inner if isinstance(sketch, Centered) else sketch
 
 
@@ -24,10 +23,10 @@ class LowBitContract(SketchContract):
 
     draws = 4
 
-    def stored(self, sketch, x: Tensor, seed: int) -> Tensor:
+    def stored(self, sketch, x, seed):
         return low_bit_of(sketch).decoded(sketch.compress(x, self._seed(seed))).double()
 
-    def scale(self, sketch, rows: int) -> float:
+    def scale(self, sketch, rows):
         """What S^T x is stored times: +-1 combinations of the rows times a power of 2."""
         if low_bit_of(sketch).inner is None:
             return 1.0
@@ -72,7 +71,7 @@ class LowBitContract(SketchContract):
             self._estimates[rows, ratio] = self.draw(sketch, x, g)
         return self._estimates[rows, ratio]
 
-    def draw(self, sketch, x: Tensor, g: Tensor) -> Estimates:
+    def draw(self, sketch, x, g):
         plain_x, plain_g, _ = self.sketched_pair(sketch, x, g)
         low_bit, scale, exact = low_bit_of(sketch), self.scale(sketch, x.shape[0]), plain_g.t() @ plain_x
         how = {"kind": low_bit.storage, "group": low_bit.group}
@@ -154,7 +153,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_layer_keeps_the_bytes_that_its_config_says(config: RMMConfig, dtype: torch.dtype):
+def test_a_layer_keeps_the_bytes_that_its_config_says(config, dtype):
     layer = RMMLinear(33, 7, config=config, dtype=dtype)
     # a ragged group, and an odd width
     promised = config.saved_bytes(300, 33, dtype)
@@ -184,7 +183,7 @@ def test_the_bytes_of_a_wide_layer_are_a_quarter_and_3_percent():
         ),
     ],
 )
-def test_a_layer_that_draws_its_own_seeds_is_unbiased(sketch: str, storage: str | None, center: bool):
+def test_a_layer_that_draws_its_own_seeds_is_unbiased(sketch, storage, center):
     """False-alarm rate 3e-6 each; a bias of 1 %, or 5 % with a storage, is 6 standard errors."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(67, 48, generator=generator, dtype=torch.float64)
@@ -193,7 +192,7 @@ def test_a_layer_that_draws_its_own_seeds_is_unbiased(sketch: str, storage: str 
     config = RMMConfig(ratio=0.6, sketch=sketch, storage=storage, center=center, min_rows=1)
     torch.manual_seed(0)
 
-    def draw() -> Tensor:
+    def draw():
         return torch.autograd.grad(linear(x, weight, config=config), weight, g)[0]
 
     assert_unbiased(draw, g.t() @ x, draws=1300, bias=0.01 if storage is None else 0.05)
@@ -233,3 +232,16 @@ def test_a_storage_is_a_knob_like_the_others():
     assert not RMMConfig(ratio=1.0).sketches(4096)
     with pytest.raises(ValueError, match="storage='bf16' is unknown"):
         LowBit(None, "bf16")
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.004, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", [None, "int8", "int4"])
+def test_a_gradient_of_equal_rows_has_no_noise(storage, dtype, ratio):
+    """It is zero once it is centred; in blocks of 64 rows and of 550, and of x itself."""
+    x, g = (torch.randn(1100, 12) + 2).to(dtype), torch.ones(1100, 10, dtype=dtype)
+    sketch = RMMConfig(ratio=ratio, storage=storage).sketch_object
+    found, bias = sketch.backward(g, sketch.compress(x, torch.tensor(5)), dtype=torch.float32)
+    expected = x.double().sum(0).expand(10, 12)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6 * float(expected.abs().max()))
+    assert bias.tolist() == torch.full((10,), 1100.0).to(dtype).tolist()

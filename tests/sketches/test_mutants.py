@@ -85,7 +85,6 @@ class DenseHadamard(DenseSketch, Hadamard):
         return choose_without_replacement(seeds, order, kept)
 
     def places(self, rows, blocks):
-        """Block of each row, and its place there."""
         row = torch.arange(rows)
         return row % blocks, row // blocks
 
@@ -379,7 +378,6 @@ CONTROLS = {"hadamard": (DenseHadamard, {}), "crs": (RightCRS, BY_NORM)}
 
 
 def failing(contract, checks):
-    """Those of the checks that raise AssertionError."""
     failed = set()
     for check in checks:
         try:

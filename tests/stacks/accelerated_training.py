@@ -13,7 +13,7 @@ from rmm_linear import convert_linears
 STEPS = 30
 
 
-def train(folder: str) -> None:
+def train(folder):
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     batch = batch_of(llama)

@@ -6,7 +6,7 @@ takes the mean: what the ranks compute together must be equal to it.
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny_models import CONFIG, Batch, batch_of, llama, roberta
+from tiny_models import CONFIG, batch_of, llama, roberta
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -64,15 +64,15 @@ class Stack:
     micro_steps: int = MICRO_STEPS
 
 
-def batch_for(stack: Stack, rank: int, step: int, micro_step: int) -> Batch:
+def batch_for(stack, rank, step, micro_step):
     return batch_of(stack.make, number=(step * stack.micro_steps + micro_step) * RANKS + rank)
 
 
 @contextmanager
-def collected_seeds(seeds: list[int]) -> Iterator[None]:
+def collected_seeds(seeds):
     """Collect the seeds that the layers' graphs hold."""
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         if tensor.dtype == torch.int64 and tensor.dim() == 0:
             seeds.append(int(tensor))
         return tensor
@@ -81,12 +81,11 @@ def collected_seeds(seeds: list[int]) -> Iterator[None]:
         yield
 
 
-def accumulate(stack: Stack, model: nn.Module, rank: int, step: int, run: Run) -> float:
-    """All micro-steps of one step of one rank."""
+def accumulate(stack, model, rank, step, run):
     total = 0.0
     for micro_step in range(stack.micro_steps):
         is_last = micro_step == stack.micro_steps - 1
-        seeds: list[int] = []
+        seeds = []
         with nullcontext() if is_last else stack.unsynchronised(model):
             # a checkpoint, or a compiler, must not meet hooks that it did not expect
             watched = not stack.checkpointed and not stack.compiled
@@ -98,24 +97,24 @@ def accumulate(stack: Stack, model: nn.Module, rank: int, step: int, run: Run) -
     return total / stack.micro_steps
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def plain_name(name: str) -> str:
+def plain_name(name):
     for part in ("_orig_mod.", "module."):
         name = name.removeprefix(part)
     return name
 
 
-def make_model(stack: Stack) -> nn.Module:
+def make_model(stack):
     model = stack.make()
     if stack.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def run_on_rank(stack: Stack, rank: int) -> Run:
+def run_on_rank(stack, rank):
     run, model = Run(), make_model(stack)
     if stack.converted_first:
         convert_linears(model, config=CONFIG)
@@ -136,7 +135,7 @@ def run_on_rank(stack: Stack, rank: int) -> Run:
     return run
 
 
-def replayed(stack: Stack) -> list[Run]:
+def replayed(stack):
     """What one process computes for each rank; the gradients of each are the mean of all."""
     runs, model = [Run() for _ in range(RANKS)], make_model(stack).to(stack.dtype)
     convert_linears(model, config=CONFIG)
@@ -167,30 +166,30 @@ def replayed(stack: Stack) -> list[Run]:
     return runs
 
 
-def _ddp(model: nn.Module) -> nn.Module:
+def _ddp(model):
     return nn.parallel.DistributedDataParallel(model)
 
 
-def _no_sync(model: nn.Module) -> AbstractContextManager[object]:
+def _no_sync(model):
     return model.no_sync()
 
 
-def _blocks(model: nn.Module) -> nn.ModuleList:
+def _blocks(model):
     return model.model.layers if hasattr(model, "model") else model.roberta.encoder.layer
 
 
-def _fsdp(model: nn.Module, **options: object) -> nn.Module:
+def _fsdp(model, **options):
     for block in _blocks(model):
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
-def _fsdp_in_bfloat16(model: nn.Module) -> nn.Module:
+def _fsdp_in_bfloat16(model):
     return _fsdp(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
 @contextmanager
-def _no_reduction(model: nn.Module) -> Iterator[None]:
+def _no_reduction(model):
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)
@@ -215,14 +214,13 @@ COMPILED = {
 }
 
 
-def three() -> nn.Sequential:
+def three():
     """One layer on all ranks alike before two that are distributed over them."""
     torch.manual_seed(1)
     return nn.Sequential(OrderedDict((name, nn.Linear(16, 16)) for name in ("replicated", "first", "second")))
 
 
-def told(kind: type[Exception], function: Callable[..., object], *args: object, **kwargs: object) -> str:
-    """The message of the error that a call raises."""
+def told(kind, function, *args, **kwargs):
     try:
         function(*args, **kwargs)
     except kind as error:
@@ -230,12 +228,12 @@ def told(kind: type[Exception], function: Callable[..., object], *args: object, 
     return ""
 
 
-def tensor_parallel(rank: int) -> dict[str, object]:
+def tensor_parallel(rank):
     """A model of which some layers are distributed over the ranks, and the others replicated."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (RANKS,))
     model = parallelize_module(three(), mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     x = torch.randn(160, 16, generator=torch.Generator().manual_seed(0))
-    found: dict[str, object] = {name: why_not(layer, model) for name, layer in model.named_children()}
+    found = {name: why_not(layer, model) for name, layer in model.named_children()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found["error"] = told(ValueError, convert_linears, model, config=CONFIG)
@@ -249,10 +247,10 @@ def tensor_parallel(rank: int) -> dict[str, object]:
     return found
 
 
-def flattened(rank: int) -> dict[str, object]:
+def flattened(rank):
     """FSDP of old, which makes one flat parameter of all."""
     wrapped = partial(FullyShardedDataParallel, use_orig_params=False, device_id=torch.device("cpu"))
-    found: dict[str, object] = {"converted after": told(ValueError, convert_linears, wrapped(three()), config=CONFIG)}
+    found = {"converted after": told(ValueError, convert_linears, wrapped(three()), config=CONFIG)}
     model = wrapped(convert_linears(three(), config=CONFIG))
     x, gradients = torch.randn(160, 16, generator=torch.Generator().manual_seed(rank)), []
     for seed in (0, 0, 1):
@@ -264,7 +262,7 @@ def flattened(rank: int) -> dict[str, object]:
     return found
 
 
-def planned(rank: int, budget: str | None) -> dict[str, object]:
+def planned(rank, budget):
     """A step by plan under DDP: its gradients, and the part of the backward pass that was over at each reduction."""
     torch.manual_seed(1)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
@@ -275,7 +273,7 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True)
     launched, ops = [], Ops()
 
-    def reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(state, bucket):
         launched.append(ops.count)
         return allreduce_hook(dist.group.WORLD, bucket)
 
@@ -296,21 +294,15 @@ def planned(rank: int, budget: str | None) -> dict[str, object]:
     return {"gradients": gradients, "launched": [count / ops.count for count in launched], "runs": runs}
 
 
-class Block(nn.Module):
-    """A block that FSDP2 shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(nn.functional.gelu(self.first(x)))
+class Block(nn.Sequential):
+    def forward(self, x):
+        return x + super().forward(x)
 
 
-def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
+def planned_shards(rank, *, by_plan):
     """Steps of blocks that are planned, and sharded after that."""
     torch.manual_seed(1)
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(*(Block(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
     batches = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(rank))
     for block in model if by_plan else ():
         planned_for(block, batches[0].clone().requires_grad_())
@@ -324,18 +316,18 @@ def planned_shards(rank: int, *, by_plan: bool) -> dict[str, object]:
         losses[-1].backward()
         optimizer.step()
     runs = list(map(planned_runs, model)) if by_plan else []
-    found: dict[str, object] = {"losses": torch.stack(losses).detach(), "runs": runs}
+    found = {"losses": torch.stack(losses).detach(), "runs": runs}
     found["weights"] = [whole(parameter) for parameter in model.parameters()]
     found["planned after"] = told(ValueError, planned_for, model, batches[0])
     return found
 
 
-def work(rank: int, folder: str, names: list[str], threads: int) -> None:
+def work(rank, folder, names, threads):
     # as many as the process that computes the same: another number rounds otherwise
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     every = {**STACKS, **COMPILED}
-    found: dict[str, object] = {name: run_on_rank(every[name], rank) for name in names}
+    found = {name: run_on_rank(every[name], rank) for name in names}
     if names == list(STACKS):
         found["tensor parallel"], found["flattened"] = tensor_parallel(rank), flattened(rank)
         found["planned"] = {budget: planned(rank, budget) for budget in (None, "80%")}
@@ -344,7 +336,7 @@ def work(rank: int, folder: str, names: list[str], threads: int) -> None:
     dist.destroy_process_group()
 
 
-def launched(folder: Path, names: list[str]) -> list[dict[str, object]]:
+def launched(folder, names):
     """Run stacks on two processes; what each of them found."""
     how = "spawn"
     if "forkserver" in torch.multiprocessing.get_all_start_methods():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,15 +15,15 @@ from rmm_linear.memory import measure_kept_bytes, profile
 SKETCHED = {llama: 14, roberta: 12, gpt2: 8, t5: 32, vit: 12}
 
 
-def sketches(module: nn.Module) -> bool:
+def sketches(module):
     return hasattr(module, "rmm_config")
 
 
-def converted(kind) -> nn.Module:
+def converted(kind):
     return convert_linears(kind(), config=CONFIG)
 
 
-def estimated(model: nn.Module) -> set[str]:
+def estimated(model):
     return {f"{name}.weight" for name, module in model.named_modules() if sketches(module)}
 
 

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.forward_ad import dual_level, make_dual
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.utils import parametrizations
@@ -15,18 +15,18 @@ from rmm_linear.errors import DoubleBackwardError, TracingError, TransformError
 CONFIG = RMMConfig(ratio=0.25, min_rows=1)
 
 
-def network(convert: bool = True) -> nn.Sequential:
+def network(convert=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
     return convert_linears(model, config=CONFIG, target_modules=".*") if convert else model
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x():
     return torch.randn(160, 16)
 
 
-def loss_of(model: nn.Module, x: Tensor):
+def loss_of(model, x):
     return lambda parameters: functional_call(model, parameters, (x,)).square().sum()
 
 
@@ -40,7 +40,7 @@ def test_double_backward_raises(x):
         grad(lambda p: sum(g.square().sum() for g in grad(loss_of(model, x))(p).values()))(parameters)
 
 
-def batched_gradients(model: nn.Module, x: Tensor) -> None:
+def batched_gradients(model, x):
     output = model(x)
     torch.autograd.grad(output, list(model.parameters()), torch.randn(3, *output.shape), is_grads_batched=True)
 
@@ -109,7 +109,7 @@ def test_export_in_training_mode_raises_and_in_eval_mode_is_exact(x, strict):
     assert torch.equal(exported.module()(x), network(convert=False)(x))
 
 
-def traced_with_leaves(model: nn.Module) -> nn.Module:
+def traced_with_leaves(model):
     class Tracer(torch.fx.Tracer):
         def is_leaf_module(self, module, name):
             return isinstance(module, RMMLinear) or super().is_leaf_module(module, name)
@@ -117,14 +117,14 @@ def traced_with_leaves(model: nn.Module) -> nn.Module:
     return torch.fx.GraphModule(model, Tracer().trace(model))
 
 
-def parametrized(model: nn.Module) -> nn.Module:
+def parametrized(model):
     """The weights that are computed get estimates, and hand them on to tensors that they are computed from."""
     for layer in (model[0], model[2]):
         parametrizations.weight_norm(layer)
     return model
 
 
-def hooked_by_accelerate(model: nn.Module) -> nn.Module:
+def hooked_by_accelerate(model):
     hooks = pytest.importorskip("accelerate").hooks
     for layer in model:
         hooks.add_hook_to_module(layer, hooks.ModelHook())

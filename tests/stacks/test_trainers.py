@@ -10,7 +10,6 @@ from datasets import Dataset
 from tiny_models import CONFIG, llama, roberta, sketched_weights
 from tiny_text import sentences, sft_trainer, tokenizer
 from tiny_transformers import trainer_options
-from torch import nn
 
 from rmm_linear import RMMCallback, convert_linears, revert_linears, valid_rows
 from rmm_linear.memory import measure_kept_bytes
@@ -19,15 +18,15 @@ from rmm_linear.memory import measure_kept_bytes
 pytestmark = pytest.mark.filterwarnings("ignore:the sketched layers promise.*")
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+def changed(model, before):
     return {name for name, value in weights_of(model).items() if not torch.equal(value, before[name])}
 
 
-def assert_was_sketched(model: nn.Module, callback: RMMCallback, before: dict[str, torch.Tensor], layers: int) -> None:
+def assert_was_sketched(model, callback, before, layers):
     names = sketched_weights(model)
     assert len(names) == layers
     assert names <= changed(model, before)

@@ -6,17 +6,15 @@ draws the random numbers in an order of its own, their mean is held against the 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
 from sketch_contract import assert_unbiased
-from tiny_models import CONFIG, Step, assert_estimates, batch_of, llama, roberta, sketched_weights, train_step
+from tiny_models import CONFIG, assert_estimates, batch_of, llama, roberta, sketched_weights, train_step
 
 from rmm_linear import convert_linears
 from rmm_linear.memory import SavedTensors
@@ -28,18 +26,18 @@ CHECKPOINTS = (PLAIN, NON_REENTRANT, REENTRANT)
 SKETCHED = {(llama, False): 12, (llama, True): 4, (roberta, False): 10, (roberta, True): 4}
 
 
-def name_of(value: object) -> str:
+def name_of(value):
     return getattr(value, "__name__", None) or {PLAIN: "plain", True: "yes", False: "no"}.get(value, str(value))
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def make(kind: Callable[[], nn.Module], reentrant: bool | None, lora: bool, *, sketched: bool) -> nn.Module:
+def make(kind, reentrant, lora, *, sketched):
     model = kind()
     if lora:
         peft = pytest.importorskip("peft")
@@ -57,16 +55,16 @@ def make(kind: Callable[[], nn.Module], reentrant: bool | None, lora: bool, *, s
     return model.train()
 
 
-def is_same(got: Tensor, want: Tensor, *, to_the_bit: bool, scale: float) -> bool:
+def is_same(got, want, *, to_the_bit, scale):
     # beside the whole gradient: the keys' biases have none in exact arithmetic, and all of it is rounding
     return torch.equal(got, want) if to_the_bit else (got - want).norm() <= 1e-2 * want.norm() + 1e-4 * scale
 
 
-def largest(step: Step) -> float:
+def largest(step):
     return float(max(gradient.norm() for gradient in step.gradients.values()))
 
 
-def assert_is_exact_but_for_estimates(got: Step, want: Step, sketched: set[str], *, to_the_bit: bool) -> None:
+def assert_is_exact_but_for_estimates(got, want, sketched, *, to_the_bit):
     for one, other in zip(got.losses + got.logits, want.losses + want.logits, strict=True):
         assert is_same(one, other, to_the_bit=to_the_bit, scale=1.0)
     same = partial(is_same, to_the_bit=to_the_bit, scale=largest(want))
@@ -140,7 +138,7 @@ def test_compiled(kind, backend, reentrant, autocast, lora):
     assert_is_exact_but_for_estimates(got, want, names, to_the_bit=to_the_bit)
     seed = itertools.count(1)
 
-    def flat(gradients: dict[str, Tensor]) -> Tensor:
+    def flat(gradients):
         return torch.cat([(gradients[name] / want.gradients[name].norm()).flatten() for name in sorted(names)])
 
     assert_unbiased(

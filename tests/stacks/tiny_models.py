@@ -1,12 +1,10 @@
 """Models of few layers, made on the spot without dropout, their batches, and one training step of them."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tiny_transformers import tiny
-from torch import Tensor, nn
+from torch import Tensor
 
 from rmm_linear import RMMConfig, RMMLinear
 
@@ -20,34 +18,34 @@ OF_TEXT = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "seed": 1}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def llama(layers: int = 2) -> nn.Module:
+def llama(layers=2):
     options = {**OF_TEXT, **TOKENS, "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0}
     return tiny("LlamaForCausalLM", num_hidden_layers=layers, **options)
 
 
-def roberta(layers: int = 2) -> nn.Module:
+def roberta(layers=2):
     return tiny("RobertaForSequenceClassification", num_hidden_layers=layers, num_labels=3, **OF_TEXT)
 
 
-def gpt2(layers: int = 2) -> nn.Module:
+def gpt2(layers=2):
     return tiny("GPT2LMHeadModel", num_hidden_layers=layers, use_cache=False, **OF_TEXT, **TOKENS)
 
 
-def t5() -> nn.Module:
+def t5():
     options = {"d_kv": 8, "d_ff": 64, "num_decoder_layers": 2, "decoder_start_token_id": 0, "use_cache": False}
     return tiny("T5ForConditionalGeneration", **options, **OF_TEXT)
 
 
-def vit() -> nn.Module:
+def vit():
     sizes = {"image_size": 24, "patch_size": 4, "num_attention_heads": 4, "num_labels": 3}
     return tiny("ViTForImageClassification", seed=1, **sizes)
 
 
-def modernbert() -> nn.Module:
+def modernbert():
     return tiny("ModernBertForMaskedLM", pad_token_id=0, cls_token_id=1, sep_token_id=2, **OF_TEXT, **TOKENS)
 
 
-def batch_of(kind: Callable[[], nn.Module], number: int = 0) -> Batch:
+def batch_of(kind, number=0):
     """A batch that one of the models above takes, another one for each number."""
     generator = torch.Generator().manual_seed(100 + number)
     if kind is vit:
@@ -67,14 +65,7 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def train_step(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    *,
-    run: Callable[..., Any] | None = None,
-    autocast: bool = False,
-    seed: int = 0,
-) -> Step:
+def train_step(model, batches, *, run=None, autocast=False, seed=0):
     """Forward and backward over all micro-batches, from one seed; `run` is what is called in the model's place."""
     model.zero_grad()
     torch.manual_seed(seed)
@@ -89,7 +80,7 @@ def train_step(
     return Step(losses, logits, gradients)
 
 
-def sketched_weights(model: nn.Module) -> set[str]:
+def sketched_weights(model):
     """Names of the parameters whose gradients are estimates: attention keeps the input of its projection anyway."""
     return {
         f"{name}.weight"
@@ -100,18 +91,11 @@ def sketched_weights(model: nn.Module) -> set[str]:
     }
 
 
-def relative_error(estimate: Tensor, exact: Tensor) -> float:
+def relative_error(estimate, exact):
     return float((estimate - exact).norm() / exact.norm())
 
 
-def assert_estimates(
-    found: dict[str, Tensor],
-    exact: dict[str, Tensor],
-    estimated: set[str],
-    *,
-    same: Callable[[Tensor, Tensor], bool] = torch.equal,
-    least: float = 0.05,
-) -> None:
+def assert_estimates(found, exact, estimated, *, same=torch.equal, least=0.05):
     """Estimates are off by as much as their closed forms say, 0.2 to 3 for most layers, and others are the same."""
     assert found.keys() == exact.keys()
     assert estimated < found.keys()

@@ -19,7 +19,7 @@ def tokenizer():
     )
 
 
-def sentences(number: int) -> list[str]:
+def sentences(number):
     """Of 10 to 30 words."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 31, (number,), generator=generator).tolist()

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 
 from rmm_linear import RMMConfig
-from rmm_linear.variance.allocation import (
-    Allocation,
-    LayerProfile,
-    NoiseProfile,
-    Option,
-    allocate_ratios,
-)
+from rmm_linear.variance.allocation import Allocation, LayerProfile, NoiseProfile, Option, allocate_ratios
 
 EXACT = RMMConfig(ratio=1.0)
 
 
-def profile_of(*layers: list[tuple[int, float]], gradients: list[float] | None = None) -> NoiseProfile:
+def profile_of(*layers, gradients=None):
     """Layers of (bytes, variance), their configurations ratios of 1/100 and more."""
     gradients = gradients or [1.0] * len(layers)
     return NoiseProfile(
@@ -39,11 +33,11 @@ def profile_of(*layers: list[tuple[int, float]], gradients: list[float] | None =
     )
 
 
-def random_profile(draw: random.Random, kind: str) -> NoiseProfile:
+def random_profile(draw, kind):
     if kind == "shared":
         return shared_profile(draw)
 
-    def option() -> tuple[int, float]:
+    def option():
         if kind == "ties":
             return draw.randint(0, 5), float(draw.randint(0, 5))
         if kind == "tenths":
@@ -55,9 +49,9 @@ def random_profile(draw: random.Random, kind: str) -> NoiseProfile:
     return profile_of(*layers, gradients=[10 ** draw.uniform(-3, 3) for _ in layers])
 
 
-def combinations(profile: NoiseProfile, *, relative: bool) -> np.ndarray:
+def combinations(profile, *, relative):
     """Bytes and costs of every combination, shape (combinations, 2); the layers of a group have one option."""
-    members: dict[str, list[LayerProfile]] = {}
+    members = {}
     for layer in profile.layers:
         members.setdefault(layer.group or layer.name, []).append(layer)
     options = []
@@ -70,28 +64,28 @@ def combinations(profile: NoiseProfile, *, relative: bool) -> np.ndarray:
     return np.array([np.sum(choice, axis=0) for choice in itertools.product(*options)])
 
 
-def cost_of(found: Allocation, *, relative: bool) -> float:
+def cost_of(found, *, relative):
     return math.fsum(layer.option.variance / (layer.gradient_squared if relative else 1) for layer in found.layers)
 
 
-def realistic_profile(layers: int, options: int, *, seed: int, kinds: int = 4) -> NoiseProfile:
+def realistic_profile(layers, options, *, seed, kinds=4):
     """Variances c (1 / ratio - 1) and a rounding term, c over three decades; `kinds` of shapes of 1e5 to 1e7 bytes."""
     draw = random.Random(seed)
     shapes = [round(10 ** draw.uniform(5, 7)) for _ in range(kinds)]
     ratios = [(index + 1) / options for index in range(options)]
 
-    def layer() -> list[tuple[int, float]]:
+    def layer():
         whole, c = draw.choice(shapes), 10 ** draw.uniform(0, 3)
         return [(round(whole * r) + 8, c * (1 / r - 1) + c * 1e-4 * draw.random()) for r in ratios]
 
     return profile_of(*(layer() for _ in range(layers)))
 
 
-def grouped(profile: NoiseProfile, groups: list[str | None]) -> NoiseProfile:
+def grouped(profile, groups):
     return NoiseProfile(tuple(replace(layer, group=group) for layer, group in zip(profile.layers, groups, strict=True)))
 
 
-def shared_profile(draw: random.Random) -> NoiseProfile:
+def shared_profile(draw):
     """Two layers of a group, whose options take the same bytes, and two others."""
     sizes = [draw.randint(1, 1000) for _ in range(4)]
     layers = [[(size, draw.random()) for size in sizes] for _ in range(2)]
@@ -222,10 +216,7 @@ def test_hundreds_of_layers_leave_little_of_the_budget():
     assert 0.99 * budget < found.saved_bytes <= budget
 
 
-# Layers that share an input.
-
-
-def test_members_that_are_configured_differently_keep_a_sketch_each() -> None:
+def test_members_that_are_configured_differently_keep_a_sketch_each():
     profile = grouped(profile_of([(10, 1.0), (20, 0.5)], [(10, 1.0), (20, 0.5)]), ["layers.0", "layers.0"])
     low, high = (option.config for option in profile.layers[0].options)
     assert profile.uniform(low).saved_bytes == 10

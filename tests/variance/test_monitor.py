@@ -10,7 +10,7 @@ import pytest
 import torch
 from captured import captured
 from model_of import ModelOf
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear import RMMConfig, RMMLinear, convert_linears, ops
 from rmm_linear.padding import valid_rows
@@ -21,7 +21,7 @@ CONFIG = RMMConfig(ratio=0.4, min_rows=1)
 SEQUENCES, TOKENS, WIDTH = 6, 11, 16
 
 
-def exact() -> nn.Module:
+def exact():
     """Six residual blocks of two layers, and a layer on the first token."""
 
     def run(it, x):
@@ -36,12 +36,12 @@ def exact() -> nn.Module:
     return ModelOf(run, norm=nn.LayerNorm(WIDTH), blocks=blocks, labels=nn.Linear(WIDTH, 3))
 
 
-def converted(config: RMMConfig = CONFIG) -> nn.Module:
+def converted(config=CONFIG):
     torch.manual_seed(0)
     return convert_linears(exact(), config=config)
 
 
-def train_step(network: nn.Module, seed: int = 0) -> Tensor:
+def train_step(network, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(SEQUENCES, TOKENS, WIDTH, generator=generator)
     loss = nn.functional.cross_entropy(network(x), torch.randint(3, (SEQUENCES,), generator=generator))
@@ -49,7 +49,7 @@ def train_step(network: nn.Module, seed: int = 0) -> Tensor:
     return loss.detach()
 
 
-def sketched(network: nn.Module) -> list[str]:
+def sketched(network):
     return [name for name, layer in network.named_modules() if isinstance(layer, RMMLinear)]
 
 

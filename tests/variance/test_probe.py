@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from captured import captured
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert_linears
@@ -20,21 +20,21 @@ CONFIG = RMMConfig(ratio=0.5, min_rows=1)
 class Block(nn.Module):
     """Two layers and a residual, whole or checkpointed."""
 
-    def __init__(self, reentrant: bool | None = None):
+    def __init__(self, reentrant=None):
         super().__init__()
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
         self.reentrant = reentrant
 
-    def inner(self, x: Tensor) -> Tensor:
+    def inner(self, x):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.reentrant is None:
             return self.inner(x)
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-def model(*modules: nn.Module) -> nn.Module:
+def model(*modules):
     torch.manual_seed(0)
     return convert_linears(nn.Sequential(*(modules or (Block(), Block()))), config=CONFIG)
 
@@ -42,40 +42,24 @@ def model(*modules: nn.Module) -> nn.Module:
 class Recorder:
     """A probe that watches every layer and writes down what it is handed."""
 
-    def __init__(self, network: nn.Module):
-        self.calls: list[tuple] = []
+    def __init__(self, network):
+        self.calls = []
         self.probe = LayerProbe(network, lambda *call: self.calls.append(call))
         self.probe.watch(self.probe.layers)
 
     @property
-    def names(self) -> list[str]:
+    def names(self):
         return [call[0] for call in self.calls]
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x():
     torch.manual_seed(1)
     return torch.randn(4, 9, 8, requires_grad=True)
 
 
-def step_on(x: Tensor):
+def step_on(x):
     return lambda network: network(x).square().sum().backward()
-
-
-def test_it_hands_over_input_and_gradient(x):
-    network = model()
-    expected = captured(copy.deepcopy(network), step_on(x))
-    recorder = Recorder(network)
-    network(x).square().sum().backward()
-    # in the order of the backward pass
-    assert recorder.names == ["1.down", "1.up", "0.down", "0.up"]
-    for name, layer, found_x, found_g, index in recorder.calls:
-        assert layer is network.get_submodule(name)
-        assert torch.equal(found_x, expected[name][0])
-        assert torch.equal(found_g, expected[name][1])
-        assert not found_x.requires_grad
-        assert not found_g.requires_grad
-        assert index is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -127,7 +111,7 @@ def test_an_input_changed_in_place_is_left_out(x):
 
 def test_only_the_watched_inputs_stay_alive(x):
     network = model()
-    alive: list[weakref.ref] = []
+    alive = []
     for block in network:
         block.down.register_forward_pre_hook(lambda layer, args: alive.append(weakref.ref(args[0].untyped_storage())))
     recorder = Recorder(network)

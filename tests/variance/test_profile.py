@@ -7,7 +7,7 @@ import torch
 from captured import captured
 from model_of import ModelOf
 from sketch_contract import structured_pair
-from torch import Tensor, nn
+from torch import nn
 
 from rmm_linear import RMMConfig, available_sketches, convert_linears
 from rmm_linear.padding import valid_rows
@@ -19,7 +19,7 @@ RATIOS = (0.05, 0.1, 0.3, 0.5, 0.77, 1.0)
 
 
 @pytest.fixture
-def pair() -> tuple[Tensor, Tensor]:
+def pair():
     return structured_pair(331, 24, 20, seed=3)
 
 
@@ -60,9 +60,6 @@ def test_rows_left_out_are_left_out_for_those_that_say_so(pair):
     assert layer_options(x, g, [skips])[0].variance == pytest.approx(kept.variance)
 
 
-# The closed forms in float32.
-
-
 @pytest.mark.parametrize(
     ("scale", "sketch", "storage"),
     [
@@ -91,14 +88,11 @@ def test_autocast_does_not_lower_the_products():
         assert gradient_noise(x, g, config) == expected
 
 
-# Whole models.
-
-
 CONFIGS = [RMMConfig(ratio=ratio, min_rows=1) for ratio in (0.1, 0.5, 0.8, 1.0)]
 
 
 @pytest.fixture
-def network() -> nn.Module:
+def network():
     """Layers of two shapes, dropout, and a buffer that each forward pass changes."""
 
     def run(it, x):
@@ -112,12 +106,12 @@ def network() -> nn.Module:
     return convert_linears(model, config=RMMConfig(ratio=0.5, min_rows=1))
 
 
-def batches() -> list[Tensor]:
+def batches():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(5, length, 12, generator=generator) for length in (40, 61)]
 
 
-def runs_of(network: nn.Module) -> list:
+def runs_of(network):
     return [lambda x=x: network(x).square().mean().backward() for x in batches()]
 
 
@@ -180,7 +174,7 @@ def test_no_more_layers_are_watched_than_asked_for(network, at_once):
     assert len(profile.layers) == 3
 
 
-def profiled_layer(*batches: tuple[Tensor, Tensor], configs: list[RMMConfig] = CONFIGS):
+def profiled_layer(*batches, configs=CONFIGS):
     """Profile one layer that gets each batch's x and g."""
     layer = convert_linears(nn.Sequential(nn.Linear(24, 20)), config=CONFIGS[1].replace(share_sketch=False))
     profile = profile_noise(layer, [lambda x=x, g=g: layer(x).backward(g) for x, g in batches], configs)
@@ -232,7 +226,7 @@ def test_bad_arguments_are_named(network, change, message):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_batch_that_is_not_finite_where_the_gradient_is_zero_is_left_out(pair, value: float) -> None:
+def test_a_batch_that_is_not_finite_where_the_gradient_is_zero_is_left_out(pair, value):
     x, g = (each.float() for each in pair)
     g[300:] = 0.0
     wrong = x.clone()

@@ -10,12 +10,12 @@ from rmm_linear.variance import gradient_noise, measure_step_noise
 ROWS, FEATURES, OUTPUTS = 64, 12, 5
 
 
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _loss(model, x):
     # gradient of the output: the same for each draw of the sketch
     return (model(x) * x[:, :OUTPUTS]).sum()
 
 
-def test_a_sketched_layers_variance_is_the_closed_form_and_the_minibatchs_is_that_of_its_batches() -> None:
+def test_a_sketched_layers_variance_is_the_closed_form_and_the_minibatchs_is_that_of_its_batches():
     torch.manual_seed(0)
     config = RMMConfig(ratio=0.25, sketch="gaussian", center=False, min_rows=1)
     model = convert_linears(nn.Sequential(nn.Linear(FEATURES, OUTPUTS)), config=config).train()
@@ -38,7 +38,7 @@ def test_a_sketched_layers_variance_is_the_closed_form_and_the_minibatchs_is_tha
     assert noise.noise_ratio == noise.step.value / noise.minibatch.value
 
 
-def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was() -> None:
+def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was():
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, OUTPUTS)).train()
     model[1].weight.grad = torch.ones(OUTPUTS, FEATURES)
     batches = [torch.randn(ROWS, FEATURES) for _ in range(5)]
@@ -56,13 +56,13 @@ def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was() -> None:
 class InFloat32(nn.Linear):
     """Its backward pass would compute in bfloat16 under autocast."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         with torch.autocast("cpu", enabled=False):
             return super().forward(x.float())
 
 
 @pytest.mark.parametrize("is_autocast", [False, True])
-def test_codes_are_measured_too(is_autocast: bool) -> None:
+def test_codes_are_measured_too(is_autocast):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 256), nn.GELU(), InFloat32(256, OUTPUTS)).train()
     batches = [torch.randn(256, FEATURES) for _ in range(4)]
@@ -75,7 +75,7 @@ def test_codes_are_measured_too(is_autocast: bool) -> None:
     assert noise.by_parameter["_orig_mod.2.weight"] > 0
 
 
-def test_too_few_batches_and_a_frozen_model_are_refused() -> None:
+def test_too_few_batches_and_a_frozen_model_are_refused():
     batches = [torch.randn(2, FEATURES, requires_grad=True) for _ in range(4)]
     with pytest.raises(ValueError, match="3 batches leave no standard error: pass at least 4"):
         measure_step_noise(nn.Linear(FEATURES, OUTPUTS), batches[:3], loss_fn=_loss)

@@ -1,31 +1,25 @@
 """The dynamic program over lower sets against brute force, and its proposals against segments under the simulator."""
 
 import itertools
-import math
 import random
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from network_shapes import dense_blocks, residual_chain
 
 from experiments.checkpointing.generators import chain, of_edges, random_layers, star, with_backward
 from rmm_linear.planning.graph import Graph, Op, Storage
 from rmm_linear.planning.schedule import Schedule, validate
-from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies import get_strategy
 from rmm_linear.planning.strategies.kusumoto2019_lower_sets import (
-    Blocks,
     LowerSetProgram,
     NodeGraph,
     all_lower_sets,
     ancestor_closures,
 )
-from rmm_linear.planning.strategies.segments import order_of_segments
 
 
-def small_graphs(count: int) -> list[NodeGraph]:
+def small_graphs(count):
     shapes = itertools.cycle([(3, 2), (4, 3), (5, 3), (6, 2), (6, 4), (5, 1)])
     return [
         NodeGraph.of_forward(random_layers(nodes, seed=seed, width=width))
@@ -33,11 +27,11 @@ def small_graphs(count: int) -> list[NodeGraph]:
     ]
 
 
-def model_of(nodes: NodeGraph, blocks: Blocks) -> tuple[float, int]:
+def model_of(nodes, blocks):
     """Overhead and peak by the paper's model, eqs. 1 and 2, as they stand."""
     assert sorted(itertools.chain(*blocks)) == list(range(len(nodes.costs)))
-    lower: set[int] = set()
-    kept: set[int] = set()
+    lower = set()
+    kept = set()
     overhead, peak = 0.0, 0
     for block in blocks:
         lower |= set(block)
@@ -52,7 +46,7 @@ def model_of(nodes: NodeGraph, blocks: Blocks) -> tuple[float, int]:
     return overhead, peak
 
 
-def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
+def brute_force(nodes):
     """(overhead, peak) of each chain of lower sets."""
     everything = set(range(len(nodes.costs)))
     lower_sets = [
@@ -62,7 +56,7 @@ def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
         if not any(u not in some and v in some for u, v in nodes.edges)
     ]
 
-    def chains(lower: set[int], blocks: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def chains(lower, blocks):
         if lower == everything:
             yield blocks
         for larger in lower_sets:
@@ -72,7 +66,7 @@ def brute_force(nodes: NodeGraph) -> list[tuple[float, int]]:
     return [model_of(nodes, blocks) for blocks in chains(set(), ())]
 
 
-def test_dp_equals_brute_force_on_random_graphs() -> None:
+def test_dp_equals_brute_force_on_random_graphs():
     for nodes in small_graphs(228):
         chains = brute_force(nodes)
         program = LowerSetProgram(nodes, all_lower_sets(nodes))
@@ -86,7 +80,7 @@ def test_dp_equals_brute_force_on_random_graphs() -> None:
         assert program.centric_plans(program.least_cap - 1) == ()
 
 
-def test_plans_of_fractional_costs_keep_their_caps() -> None:
+def test_plans_of_fractional_costs_keep_their_caps():
     """Costs with no common divisor share levels of the table."""
     draw = random.Random(3)
     graph = of_edges([draw.uniform(0.1, 9.0) for _ in range(60)], [4] * 60, [(i, i + 1) for i in range(59)])
@@ -98,7 +92,7 @@ def test_plans_of_fractional_costs_keep_their_caps() -> None:
         assert all(model_of(nodes, blocks)[1] <= cap for blocks in plans)
 
 
-def test_approximate_is_never_better_than_exact() -> None:
+def test_approximate_is_never_better_than_exact():
     worse = 0
     for nodes in small_graphs(228):
         exact = LowerSetProgram(nodes, all_lower_sets(nodes))
@@ -116,7 +110,7 @@ def test_approximate_is_never_better_than_exact() -> None:
     assert worse > 20
 
 
-def test_lower_sets_are_all_there_are_and_closed() -> None:
+def test_lower_sets_are_all_there_are_and_closed():
     for nodes in small_graphs(30):
         count = len(nodes.costs)
         closed = {
@@ -135,37 +129,13 @@ def test_lower_sets_are_all_there_are_and_closed() -> None:
             assert sizes[-1] == count
 
 
-def test_too_many_lower_sets_are_refused() -> None:
+def test_too_many_lower_sets_are_refused():
     with pytest.raises(ValueError, match=r"more than 1500 lower sets.*kusumoto2019_approximate"):
         get_strategy("kusumoto2019_exact").frontier(with_backward(star(12)))
     assert get_strategy("kusumoto2019_approximate").frontier(with_backward(star(12)))
 
 
-def equal_count_segments(graph: Graph) -> int:
-    """The least peak of segments of equally many ops (Chen 2016)."""
-    count = graph.forward_count
-    found = []
-    for number in range(1, count + 1):
-        each = -(-count // number)
-        segments = [list(range(first, min(first + each, count))) for first in range(0, count, each)]
-        found.append(peak_and_cost(graph, order_of_segments(graph, segments))[0])
-    return min(found)
-
-
-def test_memory_centric_plans_alone_are_below_segments_of_equal_count_on_networks() -> None:
-    """The paper claims it (section 6)."""
-    for graph in (residual_chain(16), with_backward(chain([10] * 100)), dense_blocks(4, 8)):
-        nodes = NodeGraph.of_forward(graph)
-        program = LowerSetProgram(nodes, ancestor_closures(nodes))
-        ratio = program.largest_cap / program.least_cap
-        peaks = []
-        for number in range(16):
-            plan = program.centric_plans(math.ceil(program.least_cap * ratio ** (number / 15)))[-1]
-            peaks.append(peak_and_cost(graph, order_of_segments(graph, plan))[0])
-        assert min(peaks) < equal_count_segments(graph)
-
-
-def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
+def test_random_ops_keep_their_order_where_lower_sets_would_swap_them():
     """Two branches that draw, interleaved: the ancestors of one draw alone would leave the other's behind."""
     ops = [
         Op("x", 1.0, (), (0,)),
@@ -184,7 +154,7 @@ def test_random_ops_keep_their_order_where_lower_sets_would_swap_them() -> None:
             validate(graph, Schedule.from_order(graph, order))
 
 
-def test_ops_that_only_the_next_one_reads_are_one_node() -> None:
+def test_ops_that_only_the_next_one_reads_are_one_node():
     ops = [
         Op("a", 2.0, (), (0, 1)),
         Op("b", 3.0, (0, 1), (2,)),
@@ -206,7 +176,7 @@ def test_ops_that_only_the_next_one_reads_are_one_node() -> None:
 
 
 @pytest.mark.slow
-def test_frontier_of_600_nodes_takes_at_most_ten_seconds() -> None:
+def test_frontier_of_600_nodes_takes_at_most_ten_seconds():
     for graph in (with_backward(chain([10] * 600)), with_backward(random_layers(600, seed=0))):
         begin = time.process_time()
         get_strategy("kusumoto2019_approximate").frontier(graph)

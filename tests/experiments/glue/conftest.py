@@ -1,14 +1,12 @@
 """Tiny runs on the demo data."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from experiments.glue import demo, demo_pretraining, training
 
 
 @pytest.fixture(scope="module")
-def tiny_demo() -> Iterator[None]:
+def tiny_demo():
     """Let runs on the demo data see 80 sentences, and make its model a small one."""
     splits = demo.demo_splits(80, 40)
     with pytest.MonkeyPatch.context() as patch:

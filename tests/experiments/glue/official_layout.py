@@ -1,7 +1,5 @@
 """Tiny folders in the official GLUE layout: no test needs the real data."""
 
-from pathlib import Path
-
 from experiments.glue.tasks import TASKS
 
 # header and rows of the official files; "{label}" and "{n}" are filled in
@@ -47,7 +45,7 @@ OFFICIAL_FILES = {
 }
 
 
-def write_official_folder(root: Path, task_name: str, *, train_rows: int = 12, dev_rows: int = 6) -> Path:
+def write_official_folder(root, task_name, *, train_rows=12, dev_rows=6):
     """Make the folder of one task and return it."""
     task = TASKS[task_name]
     header, row, labels = OFFICIAL_FILES[task_name]

@@ -5,24 +5,17 @@ import itertools
 
 import pytest
 import torch
-from datasets import DatasetDict
 
 from experiments.glue import demo, demo_pretraining
-from experiments.glue.demo import (
-    POSSIBLE_NEIGHBOURS,
-    Grammar,
-    demo_splits,
-    demo_tokenizer,
-    has_possible_order,
-)
+from experiments.glue.demo import POSSIBLE_NEIGHBOURS, Grammar, demo_splits, demo_tokenizer, has_possible_order
 
 
 @pytest.fixture(scope="module")
-def splits() -> DatasetDict:
+def splits():
     return demo_splits(2000, 400)
 
 
-def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
+def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible():
     grammar = Grammar(5)
     sentences = [grammar.sentence() for _ in range(4000)]
     assert all(has_possible_order(sentence) for sentence in sentences)
@@ -34,7 +27,7 @@ def test_every_neighbourhood_of_the_grammar_is_known_to_be_possible() -> None:
     assert seen == POSSIBLE_NEIGHBOURS
 
 
-def test_the_data_is_balanced_without_repetitions_and_the_same_in_every_call_and_version(splits: DatasetDict) -> None:
+def test_the_data_is_balanced_without_repetitions_and_the_same_in_every_call_and_version(splits):
     rows = [*splits["train"], *splits["validation"]]
     assert len({row["sentence"] for row in rows}) == len(rows) == 2400
     assert sum(row["label"] for row in rows) == 1200
@@ -44,9 +37,7 @@ def test_the_data_is_balanced_without_repetitions_and_the_same_in_every_call_and
     assert hashlib.sha256(texts.encode()).hexdigest()[:12] == "f947dfa90ea5"
 
 
-def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
-    splits: DatasetDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(splits, monkeypatch):
     monkeypatch.setattr(demo, "HIDDEN_SIZE", 32)
     monkeypatch.setattr(demo_pretraining, "STEPS", 2)
     tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
@@ -60,11 +51,11 @@ def test_pretraining_is_reproducible_and_leaves_the_random_state_alone(
     assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
-def test_pretraining_sees_no_sentence_of_the_validation_split(splits: DatasetDict) -> None:
+def test_pretraining_sees_no_sentence_of_the_validation_split(splits):
     tokenizer = demo_tokenizer(list(splits["train"]["sentence"]))
     held_out = frozenset(demo_splits()["validation"]["sentence"])
 
-    def seen(held: frozenset[str], batches: int = 40) -> set[str]:
+    def seen(held, batches=40):
         stream = demo_pretraining._batches(tokenizer, held_out=held)
         rows = [row for _ in range(batches) for row in next(stream)[0]]
         return {tokenizer.decode(row, skip_special_tokens=True).strip() for row in rows}
@@ -74,7 +65,7 @@ def test_pretraining_sees_no_sentence_of_the_validation_split(splits: DatasetDic
     assert seen(frozenset()) & held_out
 
 
-def _accuracy_of_counts(words_in_a_row: int) -> float:
+def _accuracy_of_counts(words_in_a_row):
     """Validation accuracy of a logistic regression on counts of words, or of words in a row."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression
@@ -89,7 +80,7 @@ def _accuracy_of_counts(words_in_a_row: int) -> float:
 
 
 @pytest.mark.slow
-def test_words_alone_do_not_solve_the_task_and_pairs_of_words_only_partly() -> None:
+def test_words_alone_do_not_solve_the_task_and_pairs_of_words_only_partly():
     # 2,000 validation rows: a standard error of 0.01
     assert _accuracy_of_counts(1) < 0.58
     assert 0.70 < _accuracy_of_counts(2) < 0.82

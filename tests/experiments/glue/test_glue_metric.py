@@ -6,18 +6,17 @@ import pytest
 from scipy import stats
 
 from experiments.glue.demo import DEMO_TASK
-from experiments.glue.tasks import TASKS, Task
+from experiments.glue.tasks import TASKS
 from experiments.glue.training import METRIC_FOLDER
 
 
-def _compute(task: str, predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
+def _compute(task, predictions, references):
     metric = evaluate.load(str(METRIC_FOLDER), task, keep_in_memory=True)
-    result: dict[str, float] = metric.compute(predictions=predictions, references=references)
-    return result
+    return metric.compute(predictions=predictions, references=references)
 
 
 @pytest.mark.parametrize("task", [*TASKS.values(), DEMO_TASK], ids=lambda task: task.name)
-def test_each_task_gets_the_metrics_that_it_names_by_their_formulas(task: Task) -> None:
+def test_each_task_gets_the_metrics_that_it_names_by_their_formulas(task):
     random = np.random.default_rng(7)
     if task.is_regression:
         references = np.round(random.random(101) * 5, 1).astype(np.float32)
@@ -44,7 +43,7 @@ def test_each_task_gets_the_metrics_that_it_names_by_their_formulas(task: Task) 
     assert found == pytest.approx({name: expected[name] for name in task.metrics}, abs=1e-6)
 
 
-def test_a_constant_prediction_scores_zero_instead_of_nan() -> None:
+def test_a_constant_prediction_scores_zero_instead_of_nan():
     references = np.linspace(0, 5, 11)
     assert _compute("stsb", np.full(11, 2.5), references) == {"pearson": 0.0, "spearmanr": 0.0}
     assert _compute("cola", np.ones(11, dtype=int), np.arange(11) % 2)["matthews_correlation"] == 0.0

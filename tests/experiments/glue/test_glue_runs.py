@@ -2,10 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,31 +26,31 @@ HADAMARD = RunSettings(method="hadamard", ratio=0.2, **TWO_EPOCHS)
 MEASURED = {"attempts", "wall_seconds", "train_seconds", "peak_memory", "commit", "modified"}
 
 
-def _comparable(result: dict[str, Any]) -> dict[str, Any]:
+def _comparable(result):
     steps = {name: column for name, column in result["steps"].items() if name != "seconds"}
     return {key: value for key, value in result.items() if key not in MEASURED} | {"steps": steps}
 
 
-def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseException]) -> Callable[[], list[int]]:
+def _interrupt_at(monkeypatch, step, error):
     """Make the next runs break off before a step; the returned function makes them whole, and returns their steps."""
     whole = PreparedRun.train
 
-    def watch(call: Callable[[int], object]) -> None:
+    def watch(call):
         class AtEachStep(TrainerCallback):
-            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            def on_step_begin(self, args, state, control, **_):
                 call(state.global_step)
 
-        def train(self: PreparedRun, *arguments: Any, **keywords: Any) -> dict[str, Any]:
+        def train(self, *arguments, **keywords):
             return whole(self, *arguments, **keywords, callbacks=(AtEachStep(),))
 
         monkeypatch.setattr(PreparedRun, "train", train)
 
-    def interrupt(at: int) -> None:
+    def interrupt(at):
         if at == step:
             raise error("pulled the plug")
 
-    def mend() -> list[int]:
-        steps: list[int] = []
+    def mend():
+        steps = []
         watch(steps.append)
         return steps
 
@@ -78,12 +76,12 @@ def _interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int, error: type[BaseEx
 )
 @pytest.mark.usefixtures("tiny_demo")
 def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
-    settings: RunSettings, interrupted_at: int, resumes_from: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    settings, interrupted_at, resumes_from, tmp_path, monkeypatch
+):
     whole = execute(settings, tmp_path / "whole")
     mend, save = _interrupt_at(monkeypatch, interrupted_at, KeyboardInterrupt), Trainer._save_optimizer_and_scheduler
 
-    def killed(trainer: Trainer, *arguments: Any) -> None:
+    def killed(trainer, *arguments):
         if interrupted_at < 0 and trainer.state.global_step == 4:
             raise KeyboardInterrupt
         save(trainer, *arguments)
@@ -107,9 +105,7 @@ def test_an_interrupted_run_ends_bitwise_like_an_uninterrupted_one(
 
 
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_failed_run_says_so_and_is_taken_up_by_the_same_data_and_version_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_says_so_and_is_taken_up_by_the_same_data_and_version_alone(tmp_path, monkeypatch):
     settings = RunSettings(**TWO_EPOCHS)
     mend = _interrupt_at(monkeypatch, 3, RuntimeError)
     with pytest.raises(RuntimeError, match="pulled the plug"):
@@ -134,16 +130,14 @@ def test_a_failed_run_says_so_and_is_taken_up_by_the_same_data_and_version_alone
 
 
 @pytest.fixture(scope="module")
-def results(tiny_demo: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tiny_demo, tmp_path_factory):
     """One finished run each of three methods, by method."""
     knobs = ({}, {"method": "checkpointing"}, {"method": "hadamard", "ratio": 0.1})
     runs = [RunSettings(**each, **TWO_EPOCHS) for each in knobs]
     return {run.method: execute(run, tmp_path_factory.mktemp("results")) for run in runs}
 
 
-def test_a_result_holds_all_that_describes_the_run_and_nothing_of_the_machine(
-    results: dict[str, dict[str, Any]],
-) -> None:
+def test_a_result_holds_all_that_describes_the_run_and_nothing_of_the_machine(results):
     result = results["hadamard"]
     assert (result["status"], result["name"]) == ("complete", "demo-hadamard-0.1-centered-seed0")
     assert result["config"] == RunSettings(method="hadamard", ratio=0.1, **TWO_EPOCHS).recorded()
@@ -163,7 +157,7 @@ def test_a_result_holds_all_that_describes_the_run_and_nothing_of_the_machine(
     assert rates == pytest.approx([0.0] + [1e-3 * left / 9 for left in range(9, 0, -1)], abs=1e-12)
 
 
-def test_methods_start_alike_checkpointing_is_exact_and_both_keep_less(results: dict[str, dict[str, Any]]) -> None:
+def test_methods_start_alike_checkpointing_is_exact_and_both_keep_less(results):
     for part, key in (("model", "initial_weights_sha256"), ("data", "sha256"), ("kept_bytes", "exact_model")):
         assert len({result[part][key] for result in results.values()}) == 1
     assert results["checkpointing"]["steps"]["loss"] == results["exact"]["steps"]["loss"]
@@ -177,11 +171,11 @@ def test_methods_start_alike_checkpointing_is_exact_and_both_keep_less(results: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path, monkeypatch):
     made = []
 
     class Recorded(training.RMMCallback):
-        def __init__(self, **options: Any) -> None:
+        def __init__(self, **options):
             super().__init__(**options)
             made.append(self)
 
@@ -205,9 +199,7 @@ def test_a_compiled_run_measures_and_trains_by_one_plan(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(tmp_path, monkeypatch):
     for folder, rows in (("a", 8), ("b", 12)):
         write_official_folder(tmp_path / folder, "mrpc", train_rows=rows, dev_rows=6)
     first, second = (
@@ -229,7 +221,7 @@ def test_a_finished_run_is_not_run_again_unless_forced_nor_mistaken_for_another(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_diverged_run_says_so_and_is_in_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_run_says_so_and_is_in_no_table(tmp_path, capsys):
     few, folder = ["--max-steps", "2", "--batch-size", "16"], str(tmp_path / "results")
     assert main([*few, "--results", folder]) == 0
     diverging = [*few, "--method", "hadamard", "--learning-rate", "1e38", "--warmup", "0", "--max-grad-norm", "0"]
@@ -247,12 +239,12 @@ def test_a_diverged_run_says_so_and_is_in_no_table(tmp_path: Path, capsys: pytes
     assert "not complete: demo-hadamard-0.5-centered-seed0 (diverged)" in write_report(tmp_path / "results")
 
 
-def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
     # numbers that JSON lacks become null
     result_file.write_result(path, {"format": result_file.FORMAT, "value": float("nan")})
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         # at this point the new content must be complete in a file of its own, and the old one untouched
         others = [other for other in tmp_path.iterdir() if other != path]
         assert [json.loads(other.read_text())["value"] for other in others] == [2]
@@ -266,7 +258,7 @@ def test_a_result_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monk
     assert result_file.read_result(path) == {"format": result_file.FORMAT, "value": None}
 
 
-def _error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def _error_of(arguments, capsys):
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -289,18 +281,14 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("tiny_demo")
 @pytest.mark.parametrize("message", MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_and_leaves_nothing(message, tmp_path, capsys):
     assert message in _error_of([*MISTAKES[message], "--results", str(tmp_path / "results")], capsys)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_grid_runs_the_missing_ones_and_ends_with_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grid_runs_the_missing_ones_and_ends_with_the_report(tmp_path, capsys, monkeypatch):
     content = json.loads((CONFIG_FOLDER / "demo.json").read_text())
     # which are compiled for half a minute each
     content["methods"] = [each for each in content["methods"] if each["method"] not in ("budget", "fit")]

@@ -1,28 +1,21 @@
 """What a run may be: validation, labels, and the named configurations."""
 
-from pathlib import Path
-
 import pytest
 
 from experiments.command_line import HarnessError
-from experiments.glue.settings import (
-    CHECKPOINTING,
-    EXACT,
-    RunSettings,
-    load_named_config,
-)
+from experiments.glue.settings import CHECKPOINTING, EXACT, RunSettings, load_named_config
 from rmm_linear import RMMConfig
 from rmm_linear.sketches import available_sketches
 
 
-def test_every_sketch_is_a_method_and_knobs_left_out_are_the_librarys_defaults() -> None:
+def test_every_sketch_is_a_method_and_knobs_left_out_are_the_librarys_defaults():
     assert RunSettings(method="hadamard").rmm_config == RMMConfig(sketch="hadamard")
     for sketch in available_sketches():
         settings = RunSettings(method=sketch, ratio=0.3, center=False)
         assert settings.rmm_config == RMMConfig(ratio=0.3, sketch=sketch, center=False)
 
 
-def test_the_executor_is_told_to_the_callback_and_recorded_where_it_is_not_the_default() -> None:
+def test_the_executor_is_told_to_the_callback_and_recorded_where_it_is_not_the_default():
     coded = RunSettings(method="codes", bits="8", executor="exact")
     assert coded.plan_options == {"compile": {"bits": 8, "executor": "exact"}}
     assert RunSettings(method="fit", budget="50%", executor="exact").plan_options == {"fit": "50%", "executor": "exact"}
@@ -47,16 +40,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_cannot_run_is_refused(message: str) -> None:
+def test_what_cannot_run_is_refused(message):
     with pytest.raises(HarnessError) as raised:
         RunSettings(**WRONG[message])
     assert message in str(raised.value)
 
 
-def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
+def test_a_grid_is_narrowed_by_what_is_asked_for():
     demo = load_named_config("demo")
 
-    def labels(**asked: object) -> list[str]:
+    def labels(**asked):
         return [run.method_label for run in demo.grid(seed=0, **asked)]
 
     assert labels(method="exact") == ["exact"]
@@ -70,7 +63,7 @@ def test_a_grid_is_narrowed_by_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "paper"])
-def test_named_configs_spell_out_a_grid_of_different_runs(name: str) -> None:
+def test_named_configs_spell_out_a_grid_of_different_runs(name):
     config = load_named_config(name)
     runs = config.grid()
     assert len({run.name for run in runs}) == len(runs)
@@ -79,7 +72,7 @@ def test_named_configs_spell_out_a_grid_of_different_runs(name: str) -> None:
     assert {run.center for run in runs if run.method == "gaussian"} == {False}
 
 
-def test_what_is_recorded_says_nothing_about_the_machine(tmp_path: Path) -> None:
+def test_what_is_recorded_says_nothing_about_the_machine(tmp_path):
     model = tmp_path / "some-model"
     model.mkdir()
     recorded = RunSettings(task="rte", data=str(tmp_path), model=str(model)).recorded()

@@ -1,21 +1,20 @@
 """The study: tuning before sketches, rows as they come, locks, resuming; grouped lengths and the measured noise."""
 
 import json
-from pathlib import Path
 
 import pytest
 from official_layout import write_official_folder
 
 from experiments.glue import study as study_module
 from experiments.glue import training
-from experiments.glue.settings import RunSettings, load_named_config
+from experiments.glue.settings import load_named_config
 from experiments.glue.study import ROWS, TUNING, Study, claimed, cut_training_split, work_through
 
 TINY = {"batch_size": 16, "min_rows": 16, "epochs": 1, "group_lengths": True, "monitor": 2, "timing": False}
 
 
 @pytest.fixture
-def tiny_study(tiny_demo: None, tmp_path: Path) -> Study:
+def tiny_study(tiny_demo, tmp_path):
     content = {
         "about": "A study of the demo task.",
         "settings": {"task": "demo", "data": "demo", "model": "demo", **TINY},
@@ -31,7 +30,7 @@ def tiny_study(tiny_demo: None, tmp_path: Path) -> Study:
 
 
 @pytest.mark.slow
-def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study, monkeypatch):
     assert work_through(tiny_study) == 0
     tried, rows = tiny_study.rows(TUNING), tiny_study.rows(ROWS)
     assert [(row["config"]["method"], row["config"]["learning_rate"]) for row in tried] == [
@@ -55,13 +54,13 @@ def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study: Study, monkey
     assert again.rows(ROWS) == rows
 
 
-def test_a_run_that_another_process_does_is_left_to_it(tiny_study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
+def test_a_run_that_another_process_does_is_left_to_it(tiny_study, monkeypatch):
+    done = []
     monkeypatch.setattr(training, "execute", lambda run, folder: done.append(f"{folder.name} {run.name}"))
     with claimed(tiny_study.work / "lr0.0001-epochs1" / "demo-exact-seed0.lock") as is_mine:
         assert is_mine
 
-        def sleep(_: float) -> None:
+        def sleep(_):
             raise InterruptedError
 
         monkeypatch.setattr(study_module.time, "sleep", sleep)
@@ -74,14 +73,14 @@ def test_a_run_that_another_process_does_is_left_to_it(tiny_study: Study, monkey
     assert len(done) == 2 + 5
 
 
-def write_row(study: Study, file: str, run: RunSettings) -> None:
+def write_row(study, file, run):
     row = {"name": run.name, "config": run.recorded(), "status": "complete", "final": {"score": 0.5}, "wall_seconds": 1}
     study.results.mkdir(exist_ok=True)
     with (study.results / file).open("a") as lines:
         lines.write(json.dumps(row) + "\n")
 
 
-def test_grouped_batches_hold_each_row_once_and_little_padding() -> None:
+def test_grouped_batches_hold_each_row_once_and_little_padding():
     lengths = [(7 * at) % 90 + 10 for at in range(1003)]
     sampler = training._GroupedByLength(lengths, 8, seed=1)
     orders = []
@@ -98,7 +97,7 @@ def test_grouped_batches_hold_each_row_once_and_little_padding() -> None:
     assert longest not in (sorted(longest), sorted(longest, reverse=True))
 
 
-def test_the_cut_training_split_is_always_the_same(tmp_path: Path) -> None:
+def test_the_cut_training_split_is_always_the_same(tmp_path):
     write_official_folder(tmp_path / "glue", "sst2", train_rows=30)
     files = []
     for name in ("one", "two"):

@@ -1,7 +1,5 @@
 """Loading the nine tasks from folders in the official layout, and the errors for damaged ones."""
 
-from pathlib import Path
-
 import pytest
 from official_layout import OFFICIAL_FILES, write_official_folder
 
@@ -10,7 +8,7 @@ from experiments.glue.tasks import TASKS, load_task
 
 
 @pytest.mark.parametrize("name", OFFICIAL_FILES)
-def test_a_folder_in_the_official_layout_loads_with_the_hubs_labels(name: str, tmp_path: Path) -> None:
+def test_a_folder_in_the_official_layout_loads_with_the_hubs_labels(name, tmp_path):
     write_official_folder(tmp_path, name, train_rows=12, dev_rows=6)
     task = TASKS[name]
     splits = load_task(task, str(tmp_path))
@@ -40,7 +38,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_one_clear_error(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_clear_error(damage, tmp_path):
     name, content, message = DAMAGED[damage]
     path = write_official_folder(tmp_path, name) / "train.tsv"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -51,7 +49,7 @@ def test_a_damaged_file_is_one_clear_error(damage: str, tmp_path: Path) -> None:
     assert "download it again" in str(raised.value)
 
 
-def test_qqps_own_malformed_rows_are_left_out_but_not_a_cut_off_end(tmp_path: Path) -> None:
+def test_qqps_own_malformed_rows_are_left_out_but_not_a_cut_off_end(tmp_path):
     path = write_official_folder(tmp_path, "qqp") / "train.tsv"
     header, row, _ = OFFICIAL_FILES["qqp"]
     good = [row.format(n=n, label=n % 2) for n in range(3)]
@@ -69,7 +67,7 @@ def test_qqps_own_malformed_rows_are_left_out_but_not_a_cut_off_end(tmp_path: Pa
             load_task(TASKS["qqp"], str(tmp_path))
 
 
-def test_a_missing_folder_and_the_hub_out_of_reach_are_one_clear_error_each(tmp_path: Path) -> None:
+def test_a_missing_folder_and_the_hub_out_of_reach_are_one_clear_error_each(tmp_path):
     with pytest.raises(HarnessError, match="nowhere does not exist; pass --data"):
         load_task(TASKS["rte"], str(tmp_path / "nowhere"))
     # the suite runs with HF_HUB_OFFLINE=1
@@ -77,7 +75,7 @@ def test_a_missing_folder_and_the_hub_out_of_reach_are_one_clear_error_each(tmp_
         load_task(TASKS["rte"], "hub")
 
 
-def test_texts_that_look_like_missing_values_stay_texts(tmp_path: Path) -> None:
+def test_texts_that_look_like_missing_values_stay_texts(tmp_path):
     folder = write_official_folder(tmp_path, "sst2")
     (folder / "train.tsv").write_text("sentence\tlabel\nNA\t1\nnull\t0\n", encoding="utf-8")
     assert list(load_task(TASKS["sst2"], str(tmp_path))["train"]["sentence"]) == ["NA", "null"]

@@ -1,7 +1,5 @@
 """Noise of sketches on captured batches: within their budgets, the library's closed forms, real sketches."""
 
-from pathlib import Path
-
 import pytest
 
 from experiments.glue import sketch_noise
@@ -13,7 +11,7 @@ from rmm_linear.variance import gradient_noise
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny_demo")
-def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(Subject.__init__.__kwdefaults__, "batch_size", 8)
     monkeypatch.setattr(sketch_noise, "_RATIOS", (0.1, 0.5, 1.0))
     monkeypatch.setattr(sketch_noise, "_STORAGES", (None, "int4", "int2"))

@@ -17,6 +17,5 @@ if not IS_INTERPRETED and not torch.cuda.is_available():
 
 
 @pytest.fixture
-def device() -> torch.device:
-    """Where the kernels run."""
+def device():
     return torch.device("cpu" if IS_INTERPRETED else "cuda")

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from operands import DTYPES, grid
-from torch import Tensor
 
 from rmm_linear_kernels.low_bit import kernel, reference
 
@@ -22,7 +21,7 @@ FIRST_PAIRS = list(zip(KINDS, 2 * DTYPES, strict=False))
 PAIRS = [*FIRST_PAIRS, *(grid(*pair) for pair in itertools.product(KINDS, DTYPES) if pair not in FIRST_PAIRS)]
 
 
-def uneven(rows: int, features: int) -> Tensor:
+def uneven(rows, features):
     """Columns of very different sizes and means, the first constant, the second zero."""
     y = torch.randn(rows, features) * torch.logspace(-3, 2, features) + 3 * torch.randn(features)
     y[:, 0] = 1.2345678
@@ -30,7 +29,7 @@ def uneven(rows: int, features: int) -> Tensor:
     return y
 
 
-def within_poison(y: Tensor, poison: float) -> Tensor:
+def within_poison(y, poison):
     """The same values in the middle of a larger tensor: what is read from beside them shows."""
     rows, features = y.shape
     larger = torch.full((rows + 2, features + 2), poison, dtype=y.dtype, device=y.device)
@@ -38,12 +37,12 @@ def within_poison(y: Tensor, poison: float) -> Tensor:
     return larger[1:-1, 1:-1]
 
 
-def bits(values: Tensor) -> Tensor:
+def bits(values):
     """Bits of bfloat16 numbers; any NaN is the same."""
     return torch.where(values.isnan(), 0x7FC0, values.view(torch.int16))
 
 
-def check_quantize(y: Tensor, mean: Tensor | None, *, kind: str, group: int = GROUP, seed: int = 5) -> None:
+def check_quantize(y, mean, *, kind, group=GROUP, seed=5):
     key = torch.tensor(seed, device=y.device)
     codes, steps, offsets = kernel.quantize(y, key, mean, kind=kind, group=group)
     expected = reference.quantize(y, key, mean, kind=kind, group=group)

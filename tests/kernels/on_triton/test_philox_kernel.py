@@ -12,22 +12,9 @@ COUNT = 512
 
 
 @triton.jit
-def _sign_kernel(SEED, INDEX, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr):
+def _draw_kernel(SEED, INDEX, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr, DRAW: tl.constexpr):
     place = tl.arange(0, COUNT)
-    bits = kernel.sign_bit(tl.load(SEED), tl.load(INDEX + place), STREAM)
-    tl.store(OUT + place, 1 - 2 * bits.to(tl.int32))
-
-
-@triton.jit
-def _half_kernel(SEED, INDEX, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(OUT + place, kernel.random_half(tl.load(SEED), tl.load(INDEX + place), STREAM).to(tl.int32))
-
-
-@triton.jit
-def _word_kernel(SEED, INDEX, OUT, COUNT: tl.constexpr, STREAM: tl.constexpr):
-    place = tl.arange(0, COUNT)
-    tl.store(OUT + place, kernel.random_word(tl.load(SEED), tl.load(INDEX + place), STREAM).to(tl.int64))
+    tl.store(OUT + place, DRAW(tl.load(SEED), tl.load(INDEX + place), STREAM).to(tl.int64))
 
 
 @triton.jit
@@ -42,10 +29,10 @@ def _cell_kernel(SEED, OUT, first, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, 
         tl.store(OUT + index * GROUPS * COLUMNS + place, numbers[index])
 
 
-def run(function, seed, index, stream, dtype, device):
-    out = torch.full((COUNT,), -7, dtype=dtype, device=device)
+def run(draw, seed, index, stream, device):
+    out = torch.full((COUNT,), -7, device=device)
     seed_tensor = torch.tensor(seed, device=device)
-    function[(1,)](seed_tensor, index.to(device, torch.int32), out, COUNT=COUNT, STREAM=stream)
+    _draw_kernel[(1,)](seed_tensor, index.to(device, torch.int32), out, COUNT=COUNT, STREAM=stream, DRAW=draw)
     return out.cpu()
 
 
@@ -66,12 +53,11 @@ def words_from(seed, first, stream):
 def test_words_signs_and_halves_are_the_reference_s(seed, first, device):
     index = torch.arange(COUNT) + first
     for stream in (reference.SIGN_STREAM, reference.CHOICE_STREAM, reference.ROUNDING_STREAM):
-        expected = words_from(seed, first, stream)
-        assert torch.equal(run(_word_kernel, seed, index, stream, torch.int64, device), expected)
+        assert torch.equal(run(kernel.random_word, seed, index, stream, device), words_from(seed, first, stream))
         halves = words_from(seed, first // 2, stream)[(index - first // 2 * 2) // 2] >> index % 2 * 16 & 0xFFFF
-        assert torch.equal(run(_half_kernel, seed, index, stream, torch.int32, device).long(), halves)
+        assert torch.equal(run(kernel.random_half, seed, index, stream, device), halves)
         bits = words_from(seed, first // 32, stream)[(index - first // 32 * 32) // 32] >> index % 32 & 1
-        assert torch.equal(run(_sign_kernel, seed, index, stream, torch.int32, device), 1 - 2 * bits.int())
+        assert torch.equal(run(kernel.sign_bit, seed, index, stream, device), bits)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
