@@ -76,7 +76,7 @@ class PlannedStep:
 
     def forget(self) -> None:
         """Drop the plans; later calls make new plans."""
-        for graph in self.group.graphs.values():
+        for graph in self.group.graphs:
             graph.variants.clear()
 
     @property

@@ -7,6 +7,7 @@ for each shape, layout, dtype and state of autocast of its arguments. A graph th
 wrote it, with a warning. Calls without gradients, and under torch.func, run as Dynamo wrote them as well.
 """
 
+import itertools
 import logging
 import math
 import re
@@ -180,14 +181,14 @@ class Group:
         self.capture_only = False
         self.is_compiled = True
         self.loss_alone = options.loss_alone
-        # by identity, in the order of compilation
-        self.graphs: weakref.WeakValueDictionary[int, PlannedGraph] = weakref.WeakValueDictionary()
+        self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> "PlannedGraph":
         """Take a graph of Dynamo over. The example inputs are not used: it is captured when it first runs."""
         graph = PlannedGraph(module, self)
-        self.graphs[id(graph)] = _all_graphs[id(graph)] = graph
+        self.graphs.add(graph)
+        _all_graphs.add(graph)
         return graph
 
     def variants(self, frame: Any = None) -> "list[Variant]":
@@ -195,7 +196,8 @@ class Group:
 
         With a frame, these are the graphs of that frame alone.
         """
-        own = (graph for graph in self.graphs.values() if frame is None or graph.frame == frame)
+        graphs = sorted(self.graphs, key=lambda graph: graph.number)
+        own = (graph for graph in graphs if frame is None or graph.frame == frame)
         return [variant for graph in own for variant in graph.variants.values()]
 
     def share_of(self, graph: "PlannedGraph", plain_bytes: int) -> Budget:
@@ -204,7 +206,7 @@ class Group:
         if budget.is_relative:
             return budget
         # a frame that is compiled again runs in the place of its older versions
-        others = map(self.variants, {each.frame for each in self.graphs.values()} - {graph.frame})
+        others = map(self.variants, {each.frame for each in self.graphs} - {graph.frame})
         peaks = [max(variant.plan.plain.peak_bytes for variant in variants) for variants in others if variants]
         if not peaks:
             return budget
@@ -218,7 +220,8 @@ class Group:
         return Budget.of(share)
 
 
-_all_graphs: "weakref.WeakValueDictionary[int, PlannedGraph]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_all_graphs: "weakref.WeakSet[PlannedGraph]" = weakref.WeakSet()
 # By the identity of the options that torch.compile passes on: they, a copy that tells whether they changed, the group.
 _groups: dict[int, tuple[Any, Any, Group]] = {}
 
@@ -263,7 +266,7 @@ def plans(target: nn.Module | Callable[..., Any]) -> list[CheckpointPlan]:
     Returns:
         The plans, a graph and kind of arguments each, in the order of compilation.
     """
-    graphs = (graph for graph in _all_graphs.values() if graph.belongs_to(target))
+    graphs = sorted((graph for graph in _all_graphs if graph.belongs_to(target)), key=lambda graph: graph.number)
     return [variant.plan for graph in graphs for variant in graph.variants.values()]
 
 
@@ -273,12 +276,13 @@ class PlannedGraph:
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.
         frame: Which frame of Python it is of.
+        number: Graphs that were compiled later have higher numbers.
     """
 
     def __init__(self, module: fx.GraphModule, group: Group) -> None:
         self.has_checkpoints = inline_checkpoints(module) > 0
         self._module, self._group = module, group
-        self.frame = frame_of(module)
+        self.frame, self.number = frame_of(module), next(_numbers)
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()
@@ -376,7 +380,7 @@ class PlannedGraph:
         """Plan anew where a budget in bytes is shared with graphs that came later."""
         if self._is_budget_relative():
             return
-        peers = len({graph.frame for graph in self._group.graphs.values() if graph.variants or graph is self})
+        peers = len({graph.frame for graph in self._group.graphs if graph.variants or graph is self})
         if peers != self._peers:
             if self._peers:
                 self.variants.clear()
@@ -526,7 +530,7 @@ class PlannedGraph:
             if error.least_bytes <= allowed_bytes:
                 return plan_graph(graph, Budget.of(allowed_bytes), options.strategy)
             # a frame that is compiled again, as for other shapes, has several
-            is_one_of_several = len({graph.frame for graph in self._group.graphs.values()}) > 1
+            is_one_of_several = len({graph.frame for graph in self._group.graphs}) > 1
             # the graphs that follow a break are not known yet; a first graph has all of a budget in bytes
             if not is_one_of_several and not (budget.is_relative and ends_at_a_break(self._module)):
                 raise
