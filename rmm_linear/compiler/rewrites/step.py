@@ -127,8 +127,10 @@ class Step:
         given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
         others = [value for name, value in given.items() if not name.startswith("grad")]
         name = op.overloadpacket.__name__
+        # a solution is not linear in its matrix
+        has_slopes = name.startswith("linalg_") and node.args[0] in gradients
         # the gradients of a backward op are named so
-        if name in _LINEAR or gradients.isdisjoint(pytree.tree_leaves(others)):
+        if (name in _LINEAR and not has_slopes) or gradients.isdisjoint(pytree.tree_leaves(others)):
             return True
         made = {each: each.meta["val"] for each in node.all_input_nodes}
         saved: dict[int, Tensor] = {}
