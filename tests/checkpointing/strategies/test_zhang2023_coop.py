@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from strategy_contract import large_graphs
 
-from experiments.checkpointing.arenas import DtrInArena
+from experiments.checkpointing.arenas import DtrInArena, least_arena
+from experiments.checkpointing.generators import chain, random_layers, with_backward
 from rmm_linear.planning.graph import Storage
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
@@ -81,3 +82,12 @@ def test_the_arena_holds_what_is_in_memory_and_no_more(kind):
                 again = max(graph.bytes_while_running) if len(graph.ops[0].writes) > 1 else 0
                 assert simulate(graph, Schedule.from_order(graph, run.order)).peak_bytes <= budget + again
     assert ended >= 16
+
+
+def test_windows_need_no_larger_an_arena_than_dtr():
+    # over six random graphs; on a single one either may be ahead
+    graphs = [with_backward(random_layers(30, seed=seed, density=0.1)) for seed in range(5)]
+    graphs.append(with_backward(chain([1 + 37 * node % 101 for node in range(40)])))
+    coop, dtr = ([least_arena(graph, kind) for graph in graphs] for kind in (CoopRun, DtrInArena))
+    assert sum(least for least, _ in coop) <= sum(least for least, _ in dtr)
+    assert sum(free for _, free in coop) < 0.6 * sum(free for _, free in dtr)
