@@ -16,8 +16,9 @@ from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 from rmm_linear.planning.graph import reached
 
 # Linear in a gradient, though autograd saves it for its shape or for another derivative, or takes no complex numbers.
-_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "linalg_lu_solve", "linalg_solve_triangular", "put"}
-_LINEAR |= {"select_scatter", "slice_scatter", "take"}
+_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "put", "select_scatter", "slice_scatter", "take"}
+# Linear in a gradient, unless it is the matrix, their first argument.
+_SOLVERS = {"linalg_lu_solve", "linalg_solve_triangular"}
 # Not linear, though autograd takes their slopes for constant, or has no formula.
 _STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remainder", "round", "sgn", "sign", "trunc"}
 # Constants in the shape of a gradient.
@@ -127,10 +128,10 @@ class Step:
         given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
         others = [value for name, value in given.items() if not name.startswith("grad")]
         name = op.overloadpacket.__name__
-        # a solution is not linear in its matrix
-        has_slopes = name.startswith("linalg_") and node.args[0] in gradients
+        if name in _LINEAR or (name in _SOLVERS and node.args[0] not in gradients):
+            return True
         # the gradients of a backward op are named so
-        if (name in _LINEAR and not has_slopes) or gradients.isdisjoint(pytree.tree_leaves(others)):
+        if gradients.isdisjoint(pytree.tree_leaves(others)):
             return True
         made = {each: each.meta["val"] for each in node.all_input_nodes}
         saved: dict[int, Tensor] = {}
