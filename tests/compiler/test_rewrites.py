@@ -5,6 +5,7 @@ over the sum of |error|^2 is 1 in the mean if errors are unbiased, and n beta^2 
 """
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -14,12 +15,14 @@ import torch
 from draws import Of, Weighted, gradients, keys_of_one, squared_errors
 from model_of import ModelOf, linears
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from rmm_linear.compiler import plans, rewrites
 from rmm_linear.compiler.rewrites import activations, attention, choice, code_step, norms
 from rmm_linear.compiler.rewrites.coded import Shape
 from rmm_linear.compiler.rewrites.codes import draw_keys
+from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.planning.coding import KINDS, Bits
 from tests.checkpointing.measured_peak import MeasuredPeak
 
@@ -333,7 +336,7 @@ def test_the_checks_see_a_mutant(monkeypatch, mutant):
         monkeypatch.setattr(norms.codes, "error_variance", lambda *args: 0 * original(*args))
     elif mutant == "smoothing":
         monkeypatch.setattr(activations, "_compared", activations._compared.__wrapped__)
-        monkeypatch.setattr(activations, "_WEIGHTS", {1: (1.0, 0.0), 2: (1.0, 0.0, 0.0)})
+        monkeypatch.setattr(activations, "_BEND", 0.0)
         monkeypatch.setattr(activations, "_MOST_BIASED", 1.0)
         model, x = small_beside_outliers()
     elif mutant == "one key":
@@ -629,39 +632,74 @@ def of_gradient(function):
     return ModelOf(lambda it, x: Changed.apply(x))
 
 
+@torch.library.custom_op("rmm_linear_tests::in_quarters", mutates_args=())
+def in_quarters(x: torch.Tensor) -> torch.Tensor:
+    return (4 * x).round() / 4
+
+
+in_quarters.register_fake(torch.empty_like)
+eye = partial(torch.eye, WIDTH)
 BENDING = {
+    "bessel": torch.special.bessel_j0,
+    **{
+        op.__name__: op for op in (torch.ceil, torch.floor, torch.frac, torch.round, torch.sgn, torch.sign, torch.trunc)
+    },
+    "cholesky": lambda g: torch.cholesky_solve(eye(), g[:WIDTH]),
     "clamp": lambda g: g.clamp(-1, 1),
     "comparison": lambda g: torch.where(g > 0, g, 0.5 * g),
+    "complex_step": lambda g: g.to(torch.cfloat).sgn(),
+    "convolution": lambda g: functional.conv1d(g[None], g[:, None, :3], groups=ROWS),
+    "custom": in_quarters,
+    "floor_divide": lambda g: g.floor_divide(0.3),
+    "fmod": lambda g: g.fmod(0.3),
+    "heaviside": lambda g: g.heaviside(torch.ones(())),
+    "logarithm": lambda g: torch.xlogy(torch.ones_like(g), g),
     "matrix_product": lambda g: g @ (g.T @ torch.ones_like(g)),
     "norm": lambda g: g / g.norm(),
     "product": lambda g: g * g.flip(0),
     "quotient": lambda g: torch.div(8 * g, 1.0, rounding_mode="floor") / 8,
-    "round": lambda g: (8 * g).round() / 8,
-    "sign": lambda g: g.sign(),
+    "remainder": lambda g: g.remainder(0.3),
     "softmax": lambda g: g * g.detach().softmax(-1),
-    "solution": lambda g: (
-        torch.linalg.solve_triangular(g[:WIDTH] + torch.eye(WIDTH), torch.ones(WIDTH, WIDTH), upper=True)
-        .expand(ROWS // WIDTH, -1, -1)
-        .reshape_as(g)
-    ),
+    "solution": lambda g: torch.linalg.solve_triangular(g[:WIDTH] + eye(), eye(), upper=True),
+    "solution_of_lu": lambda g: torch.linalg.lu_solve(g[:WIDTH], torch.arange(1, WIDTH + 1).int(), eye()),
     "sort": lambda g: g.sort(0).values,
 }
 LINEAR = {
     "cast": lambda g: g.to(torch.bfloat16).to(g.dtype),
-    "constant": lambda g: g * torch.ones_like(g) + g.new_ones(WIDTH),
+    "cholesky": lambda g: torch.cholesky_solve(g.T, eye()),
+    "constant": lambda g: g * (torch.ones_like(g) + g.new_ones(WIDTH) + g.clone().fill_(2.0) + g.bernoulli(0.5)),
+    "convolution": lambda g: functional.conv1d(g[None], torch.ones(ROWS, 1, 3), groups=ROWS),
     "complex": lambda g: torch.fft.ifft(torch.fft.fft(g).slice_scatter(g[:3].to(torch.cfloat), end=3)).real,
+    "complex_row": lambda g: torch.fft.fft(g).select_scatter(g[0].to(torch.cfloat), 0, 3),
     "fourier": lambda g: torch.fft.irfft(torch.fft.rfft(g)),
     "index": lambda g: g[torch.arange(ROWS - 1, -1, -1)],
+    "logarithm": lambda g: torch.xlogy(g, torch.ones_like(g)),
     "masked": lambda g: g.masked_fill(torch.ones(WIDTH) > 0, 0.0).tril(),
     "mean": lambda g: g - g.mean(0, keepdim=True) + g.cumsum(1) / 3,
+    "detached": lambda g: 2 * g.detach() * (1 + g.clone().zero_()),
     "gather": lambda g: g.gather(0, torch.arange(ROWS - 1, -1, -1)[:, None].expand_as(g)),
     "pieces": lambda g: torch.cat([g[:, 3:], -g[:, :3]], 1).roll(1, 0),
     "solved": lambda g: torch.linalg.solve_triangular(torch.eye(ROWS), g, upper=True),
+    "solved_by_lu": lambda g: torch.linalg.solve(torch.eye(ROWS), g),
+    "solved_from_lu": lambda g: torch.linalg.lu_solve(eye(), torch.arange(1, WIDTH + 1).int(), g[:WIDTH]),
+    "split": lambda g: torch.stack(torch.ops.rmm_linear.unbind_copy.default(g)),
     "put": lambda g: torch.zeros_like(g).put(torch.arange(g.numel()), g),
     "index_add": lambda g: torch.zeros_like(g).index_add(0, torch.arange(ROWS), g),
     "taken": lambda g: g.take(torch.arange(g.numel()).view_as(g)),
     "weight": lambda g: functional.pad(g @ torch.ones(WIDTH, 3), (0, WIDTH - 3)),
 }
+
+
+@pytest.mark.parametrize(
+    ("function", "is_linear"),
+    [pytest.param(function, False, id=f"bending-{name}") for name, function in BENDING.items()]
+    + [pytest.param(function, True, id=f"linear-{name}") for name, function in LINEAR.items()],
+)
+def test_ops_that_are_not_linear_in_a_noisy_gradient_are_found(function, is_linear):
+    traced = make_fx(torch.func.functionalize(lambda g: function(2 * g)), tracing_mode="fake")
+    joint = traced(torch.randn(ROWS, WIDTH))
+    gradient, reader = itertools.islice(joint.graph.nodes, 2)
+    assert (not list(Step(joint, [gradient], {}).bent([reader]))) == is_linear
 
 
 @pytest.mark.slow
@@ -670,14 +708,17 @@ def test_a_plan_names_ops_that_bend_noisy_gradients():
         return functional.gelu(it.linear(sum(each(x) for each in it.gradients.values())))
 
     x = torch.randn(ROWS, WIDTH)
-    gradients = nn.ModuleDict({name: of_gradient(function) for name, function in (BENDING | LINEAR).items()})
-    body = ModelOf(of_noisy_gradients, gradients=gradients, **linears("linear", WIDTH))
+    functions = {name: BENDING[name] for name in ("custom", "norm", "sort")}
+    linear = ("cast", "fourier", "mean", "weight")
+    gradients = {name: of_gradient(function) for name, function in functions.items()}
+    gradients |= {name: of_gradient(LINEAR[name]) for name in linear}
+    body = ModelOf(of_noisy_gradients, gradients=nn.ModuleDict(gradients), **linears("linear", WIDTH))
     plan = plan_of(Net(body), x, bits=8)
-    assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(BENDING)
+    assert sorted({op.rpartition(".")[2] for op in plan.coding.bending}) == list(functions)
     told = "gradients behind ops that are not linear in them are biased"
     assert f"{told}: aten.sort.default of body.gradients.sort; " in str(plan)
     # where no noise arrives
-    bending = [of_gradient(function) for function in BENDING.values()]
+    bending = [of_gradient(function) for function in functions.values()]
     for body, bits in ((nn.Sequential(nn.GELU(), *bending), {8}), (nn.Sequential(*bending, nn.ReLU()), {1, 8})):
         plan = plan_of(Net(body), x, bits=8)
         assert {tensor.bits for tensor in plan.coding.coded} == bits

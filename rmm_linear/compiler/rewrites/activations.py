@@ -2,15 +2,12 @@
 
 Any chain of elementwise ops of one tensor u is such a function f, and so is the chain of the backward pass, which is
 linear in the gradient that arrives. A reading u~ is uniform in an interval of one step s around u: the mean of f(u~) is
-f smoothed by a box of width s. A series of central differences undoes the box, 1 - d^2 / 24 + 3 d^4 / 640 - ..., with
-d^2 f = f(u + s) - 2 f(u) + f(u - s), of which one or two terms are taken. Nothing of f must be known for that; in
-contrast to a series of derivatives, it diverges for no s. Of f(u + k s) and f(u - k s) one is drawn and taken twice:
-the mean is the same, the variance a tenth more in the mean over u, and a third of the evaluations of f is saved, which
-take most of the time of a reading on a GPU.
+f smoothed by a box of width s, f + s^2 f'' / 24 + .... So f(u~) - s^2 f''(u~) / 24 is read, whose mean is f up to terms
+of s^4. Autograd computes f''.
 
 The steps are bounded: u is cut at +-T, and where u is above T the excess is coded apart and read along the slope of f.
 So f must be linear above T, and constant below -T. With 4 bits, v is coded in place of u = v + c v^3: steps of u are
-smaller near zero, where f bends, and larger far away. Where f is linear it is a cubic of v, which one term reads.
+smaller near zero, where f bends, and larger far away. Where f is linear it is a cubic of v, whose reading has no bias.
 
 Before a function is coded, all of this is checked: the mean of the readings is compared with the function on a
 grid of u, for the largest step that can be.
@@ -34,15 +31,12 @@ from rmm_linear.planning.graph import reached
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default, aten.detach.default}
-# Weights of f(u), f(u + s), f(u + 2 s), where s has a sign that is drawn, for one or two terms of the series.
-_WEIGHTS = {1: (1 + 2 / 24, -2 / 24), 2: (1 + 2 / 24 + 18 / 640, -2 / 24 - 24 / 640, 6 / 640)}
-# Ways to read: how many terms are taken, and where u is cut. The first one is taken that is biased by less than the
-# bound. If there is none, the function is read from 8 bits in place of 4, or exactly. 8 bits need a term too: an
-# outlier sets the step of its column, and without a term the bias is much of f where other inputs are small.
-_WAYS = {
-    8: ((1, 16.0), (1, 32.0)),
-    4: tuple((terms, tail) for terms in (1, 2) for tail in (5.0, 6.0, 6.5, 7.0, 8.0, 10.0)),
-}
+# The part of s^2 f'' that is subtracted. 8 bits need it too: an outlier sets the step of its column, and where other
+# inputs are small the bias would be much of f.
+_BEND = 1 / 24
+# Where u is cut: the first tail is taken with which the function is biased by less than the bound. If there is none,
+# the function is read from 8 bits in place of 4, or exactly.
+_TAILS = {8: (16.0, 32.0), 4: (5.0, 6.0, 7.0, 8.0, 9.0, 10.0)}
 _CUBE = {8: 0.0, 4: 0.06}
 _MOST_BIASED = 1e-2
 _RANGE, _POINTS, _DRAWS = 40.0, 1601, 64
@@ -62,7 +56,8 @@ class Place(NamedTuple):
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
-    The last of the ops computes the result. `text` says the same, for the ops of the graph may change.
+    The last of the ops computes the result. `text` says the same, for the ops of the graph may change. Ops of backward
+    passes that autograd does not differentiate, such as SiLU's, are decomposed.
     """
 
     ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
@@ -75,6 +70,8 @@ class Function:
         for number, (target, args, kwargs) in enumerate(self.ops):
             values = [made[each.name] if isinstance(each, Place) else each for each in args]
             result = values[0] if target is None else target(*values, **dict(kwargs))
+            if type(result.grad_fn).__name__ == "NotImplemented":
+                result = torch.export.default_decompositions()[target](*values, **dict(kwargs))
             made[str(number)] = result
         return result
 
@@ -111,12 +108,12 @@ class Activation(Rewrite):
     Attributes:
         regions: The parts of the backward pass that compute with them.
         outputs: Nodes that are functions of the tensor alone.
-        way: How many terms of the series are taken, and where the tensor is cut.
+        tail: Where the tensor is cut.
     """
 
     regions: list[Region] = field(kw_only=True)
     outputs: list[tuple[fx.Node, Function]] = field(kw_only=True)
-    way: tuple[int, float] = field(kw_only=True)
+    tail: float = field(kw_only=True)
 
     def provided(self) -> dict[fx.Node, Reading]:
         return {node: functools.partial(self._read, result=node, function=function) for node, function in self.outputs}
@@ -137,8 +134,8 @@ class Activation(Rewrite):
         self, editor: Editor, before: fx.Node, *gradient: fx.Node, result: fx.Node, function: Function
     ) -> fx.Node:
         where: Any = {"before": before, "block_of": result}
-        how = {**self.code.how, "cube": self.code.cube, "terms": self.way[0], "dtype": result.meta["val"].dtype}
-        slope = _limits(function, self.code.bits, *self.way).slope
+        how = {**self.code.how, "cube": self.code.cube, "dtype": result.meta["val"].dtype}
+        slope = _limits(function, self.code.bits, self.tail).slope
         return editor.insert(_read, *self.code.sources, *gradient, function=function, slope=slope, **how, **where)
 
 
@@ -175,20 +172,20 @@ def _activation(step: Step, u: fx.Node, members: Sequence[fx.Node], shape: Shape
     needed = [function for region in regions for _, function in region.functions]
     if not needed:
         return None
-    ways = ((way, max(_limits(function, bits, *way).bias for function in needed)) for way in _WAYS[bits])
-    way, bias = next(((way, bias) for way, bias in ways if bias <= _MOST_BIASED), (None, math.inf))
-    if way is None:
+    biases = ((tail, max(_limits(function, bits, tail).bias for function in needed)) for tail in _TAILS[bits])
+    tail, bias = next(((tail, bias) for tail, bias in biases if bias <= _MOST_BIASED), (None, math.inf))
+    if tail is None:
         return None
     outputs = []
     for node in members:
         function = _function(u, None, node, {u, *members})
-        of_output = _limits(function, bits, *way).bias
+        of_output = _limits(function, bits, tail).bias
         if step.is_float(node) and of_output <= _MOST_BIASED:
             outputs.append((node, function))
             bias = max(bias, of_output)
     serves = [read for region in regions for read in region.reads]
-    code = Code(u, "activation", bits, shape, way[1], _CUBE[bits])
-    return Activation(code, serves, bias, regions=regions, outputs=outputs, way=way)
+    code = Code(u, "activation", bits, shape, tail, _CUBE[bits])
+    return Activation(code, serves, bias, regions=regions, outputs=outputs, tail=tail)
 
 
 def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -260,18 +257,18 @@ def _function(u: fx.Node, gradient: fx.Node | None, end: fx.Node, inside: set[fx
     return Function(tuple(ops), repr(ops), gradient is not None)
 
 
-def _limits(function: Function, bits: int, terms: int, tail: float) -> Limits:
-    """Tell how well a function is read in a way: compare the mean of readings with it, on a grid of its input."""
+def _limits(function: Function, bits: int, tail: float) -> Limits:
+    """Tell how well a function is read: compare the mean of readings with it, on a grid of its input."""
     try:
-        return _compared(function, bits, terms, tail)
+        return _compared(function, bits, tail)
     except (RuntimeError, TypeError, KeyError):
-        # an op of other tensors, or one that double precision does not have
+        # an op of other tensors, or one that double precision does not have, or autograd
         return Limits(math.inf, 0.0)
 
 
 # fit() rewrites a step several times
 @functools.lru_cache(maxsize=1024)
-def _compared(function: Function, bits: int, terms: int, tail: float) -> Limits:
+def _compared(function: Function, bits: int, tail: float) -> Limits:
     near = torch.linspace(-_RANGE, _RANGE, _POINTS, dtype=torch.float64)
     far = torch.logspace(math.log10(_RANGE), math.log10(_FAR), _POINTS, dtype=torch.float64)
     u = torch.cat([near, far, -far])
@@ -288,9 +285,8 @@ def _compared(function: Function, bits: int, terms: int, tail: float) -> Limits:
         return Limits(math.inf, 0.0)
     slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
     slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
-    side = torch.full_like(within, step)
-    sides = (_unsmoothed(function, within, each, ones[1], terms, cube) for each in (side, -side))
-    means = torch.stack(list(sides)).view(2 * _DRAWS, -1).mean(0)
+    steps = torch.full_like(within, step)
+    means = _unsmoothed(function, within, steps, ones[1], cube).view(_DRAWS, -1).mean(0)
     read = means[place] + slope * (u - tail).clamp_min(0)
     error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
     if (error[_POINTS:] > _FAR_ERROR * exact[_POINTS:].abs().clamp_min(scale.item())).any():
@@ -299,14 +295,15 @@ def _compared(function: Function, bits: int, terms: int, tail: float) -> Limits:
     return Limits(bias if math.isfinite(bias) else math.inf, slope)
 
 
-def _unsmoothed(
-    function: Function, v: Tensor, step: Tensor, gradient: Tensor | None, terms: int, cube: float
-) -> Tensor:
-    first, *others = _WEIGHTS[terms]
-    total = function(codes.straight(v, cube), gradient) * first
-    for place, weight in enumerate(others, 1):
-        total = total + function(codes.straight(v + place * step, cube), gradient) * weight
-    return total
+def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor | None, cube: float) -> Tensor:
+    with torch.enable_grad():
+        v = v.detach().requires_grad_()
+        value = bend = function(codes.straight(v, cube), gradient)
+        for _ in range(2):
+            if not bend.requires_grad:
+                return value.detach()
+            (bend,) = torch.autograd.grad(bend, v, torch.ones_like(bend), create_graph=True, materialize_grads=True)
+    return (value - steps * steps * _BEND * bend).detach()
 
 
 def _read(
@@ -320,15 +317,12 @@ def _read(
     shape: Shape,
     bits: int,
     cube: float,
-    terms: int,
     dtype: torch.dtype,
 ) -> Tensor:
     layout = shape.layout
     within, excess = codes.decode_with_tail(code, steps, most, key, layout, bits=bits)
     of_gradient = shape.rows_of(gradient[0]).to(torch.float32) if gradient else None
-    shape_of_code = layout.groups, layout.group, layout.columns
-    sides = layout.in_rows(codes.signs(shape_of_code, key) * steps)
-    read = _unsmoothed(function, within, sides, of_gradient, terms, cube)
+    read = _unsmoothed(function, within, layout.in_rows(steps), of_gradient, cube)
     if slope:
         excess = excess if slope == 1 else slope * excess
         read = read + (excess if of_gradient is None else excess * of_gradient)

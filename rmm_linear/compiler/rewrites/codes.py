@@ -205,11 +205,6 @@ def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
     return _uniform(_hash(shape, key))
 
 
-def signs(shape: tuple[int, ...], key: Tensor) -> Tensor:
-    """Draw fair signs, 1 or -1 in float32, from a bit of the hash that `dither` leaves."""
-    return ((_hash(shape, key) & 128) - 64).to(torch.float32) * (1 / 64)
-
-
 def _hash(shape: tuple[int, ...], key: Tensor) -> Tensor:
     first, second = key[0], key[1]
     # a product of the bare number would be part of a loop's index, which must not overflow in C++

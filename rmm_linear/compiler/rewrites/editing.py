@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from rmm_linear.autocasting import autocast_as
 from rmm_linear.compiler.fake_memory import tensors_of
 from rmm_linear.compiler.rewrites.step import Step
-from rmm_linear.compiler.torch_private import fake_tensor
+from rmm_linear.compiler.torch_private import OpOverload, fake_tensor
 
 _Traced = tuple[fx.Graph, Any]
 
@@ -114,7 +114,13 @@ class Editor:
     def _trace(self, function: Callable[..., Any], values: Sequence[Tensor], options: dict[str, Any]) -> _Traced:
         with autocast_as((), self._devices), self._mode, torch.no_grad():
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            module = make_fx(lambda *tensors: function(*tensors, **options))(*inputs)
+            table = {torch.ops.aten.detach.default: lambda x: x}
+            module = make_fx(lambda *tensors: function(*tensors, **options), decomposition_table=table)(*inputs)
+            ops = (node.target for node in module.graph.nodes)
+            if any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops):
+                # derivatives of GELU are computed in place
+                module = make_fx(torch.func.functionalize(module))(*inputs)
+        module.graph.eliminate_dead_code()
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         constants = [node for node in module.graph.nodes if node.op == "get_attr"]
         assert not constants, f"{function} makes constants"

@@ -1,6 +1,7 @@
 """A training step as rewrites see it: which ops of the backward pass read which tensors of the forward pass."""
 
 import math
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -10,19 +11,28 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from rmm_linear.autocasting import autocast_as
-from rmm_linear.compiler.costs import described, tensors_in
+from rmm_linear.compiler.costs import COLLECTIVES, described, tensors_in
 from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.torch_private import OpOverload, fake_mode_of
 from rmm_linear.planning.graph import reached
 
-# Linear in a gradient, though autograd saves it for its shape or for another derivative, or takes no complex numbers.
-_LINEAR = {"_fft_r2c", "convolution", "gather", "index_add", "put", "select_scatter", "slice_scatter", "take"}
-# Linear in a gradient, unless it is the matrix, their first argument.
-_SOLVERS = {"linalg_lu_solve", "linalg_solve_triangular"}
-# Not linear, though autograd takes their slopes for constant, or has no formula.
-_STEPS = {"ceil", "floor", "floor_divide", "fmod", "frac", "heaviside", "remainder", "round", "sgn", "sign", "trunc"}
+# Linear in a gradient, though autograd saves it for its shape or for another derivative, or stops there, or refuses
+# complex numbers.
+_LINEAR = {"_fft_r2c", "detach", "gather", "index_add", "put", "select_scatter", "slice_scatter", "take"}
+# Linear in a gradient, unless the arguments at all of these places are gradients.
+_UNLESS = {
+    "convolution": (0, 1),
+    **dict.fromkeys(("_linalg_solve_ex", "linalg_lu_solve", "linalg_solve_triangular"), (0,)),
+    **dict.fromkeys(("cholesky_solve", "xlogy"), (1,)),
+}
+# Not linear, though autograd takes their slopes for constant.
+_STEPS = {"ceil", "floor", "fmod", "frac", "remainder", "round", "sign", "trunc"}
 # Constants in the shape of a gradient.
-_CONSTANTS = re.compile(r"aten\.(new_\w+|\w+_like)\.")
+_CONSTANTS = re.compile(r"aten\.(new_\w+\.|\w+_like\.|fill\.Scalar|zero\.|bernoulli\.p)")
+# Of ops outside of torch, it is not known what they compute.
+_LINEAR_LIBRARIES = {"rmm_linear", *COLLECTIVES}
+# Types of `grad_fn` where autograd has no formula.
+_UNKNOWN = {"NoneType", "NotImplemented"}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -122,14 +132,21 @@ class Step:
                         known[key] = self._is_linear(node, node.target, found)
                     if not known[key]:
                         yield node
+                elif node.target is not operator.getitem and not str(node.target).endswith("backward"):
+                    # a kernel, or an op that takes a function
+                    yield node
 
     def _is_linear(self, node: fx.Node, op: OpOverload, gradients: set[fx.Node]) -> bool:
-        """Whether autograd would save none of the gradients, nor a result, for the derivative of an op."""
+        """Whether autograd knows an op's derivative, and would save none of the gradients, nor a result, for it."""
         given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
         others = [value for name, value in given.items() if not name.startswith("grad")]
         name = op.overloadpacket.__name__
-        if name in _LINEAR or (name in _SOLVERS and node.args[0] not in gradients):
+        if name in _LINEAR or (name in _UNLESS and not gradients.issuperset(node.args[each] for each in _UNLESS[name])):
             return True
+        if op.namespace in _LINEAR_LIBRARIES:
+            return True
+        if op.namespace != "aten" or name in _STEPS or given.get("rounding_mode") is not None:
+            return False
         # the gradients of a backward op are named so
         if gradients.isdisjoint(pytree.tree_leaves(others)):
             return True
@@ -145,10 +162,14 @@ class Step:
         ):
             made |= {each: made[each].detach().requires_grad_() for each in gradients}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            results = tensors_in(op(*args, **kwargs))
+            try:
+                results = tensors_in(op(*args, **kwargs))
+            except RuntimeError:
+                return False
+        if any(type(each.grad_fn).__name__ in _UNKNOWN for each in results):
+            return False
         own = {each.untyped_storage()._cdata for each in (*results, *(made[each] for each in gradients))}
-        is_step = name in _STEPS or given.get("rounding_mode") is not None
-        return all(map(_is_number, results)) and own.isdisjoint(saved) and not is_step
+        return all(map(_is_number, results)) and own.isdisjoint(saved)
 
 
 def _is_number(value: Tensor) -> bool:
