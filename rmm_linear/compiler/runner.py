@@ -317,7 +317,9 @@ class _Again:
         for place in runner.only_updated:
             fresh[places[place]] = fresh[places[place]].clone()
         inputs = [argument for argument in fresh if isinstance(argument, Tensor)]
-        with torch.random.fork_rng(device.index for device in self._states if device.type == "cuda"):
+        others = [device for device in self._states if device.type != "cpu"]
+        kind = others[0].type if others else "cuda"
+        with torch.random.fork_rng([device.index for device in others], device_type=kind):
             for device, state in self._states.items():
                 set_random_state(state, device)
             with torch.enable_grad(), autocast_as(self._autocast, runner.device_types):

@@ -112,10 +112,13 @@ def trace(
 
     Raises:
         CaptureError: If it can't be traced; the error names the line and a remedy.
+        MemoryError: If there is too little memory.
     """
     function = _Function(module, arguments, loss_alone=loss_alone)
     try:
         joint = _joint_graph(function, backward_autocast, draws_by_seeds=draws_by_seeds)
+    except MemoryError:
+        raise
     except Exception as error:
         explained: CaptureError = _explained(error)
         raise explained from error
