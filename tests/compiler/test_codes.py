@@ -73,7 +73,7 @@ def test_outliers_above_the_tail_make_no_steps_larger_and_have_the_right_mean(bi
 
 
 def test_a_cube_is_solved_for_numbers_up_to_the_largest_tail():
-    x = torch.logspace(-30, 1, 1000)
+    x = torch.logspace(-30, 1.18, 1000)
     for cube in (0.0, 0.06):
         torch.testing.assert_close(straight(curved(torch.cat([x, -x]), cube), cube), torch.cat([x, -x]))
 

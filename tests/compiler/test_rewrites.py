@@ -147,6 +147,7 @@ def test_outputs_keep_their_bits_and_gradients_are_unbiased_for_each_parameter(n
     assert run(x).equal(model(x))
     result, plan = draws_of_gradients.judge(model, run, x, 100), plans(model)[-1]
     assert kinds <= {tensor.kind for tensor in plan.coding.coded}
+    assert {tensor.bits for tensor in plan.coding.coded} - {1} == {bits}
     assert result
     assert is_unbiased(result, named_bias(plan, bits)), result
 
