@@ -80,7 +80,7 @@ def cost_of(loop: Sequence[fx.Node], costs: str, *, is_compiled: bool = False) -
         outer = (each for each in tensors_in(arguments) if each.untyped_storage()._cdata not in inside)
         outside = list({id(each): each for each in outer}.values())
     read = () if name == _DRAW else outside
-    moved = float(sum(math.prod(t.shape) * t.element_size() for t in tensors_in((read, result))))
+    moved = float(sum(map(_distinct_bytes, tensors_in((read, result)))))
     device = next((tensor.device for tensor in tensors_in((result, outside))), torch.device("cpu"))
     if costs == "ms":
         return max(1.0, moved) * _byte_ms(device)
@@ -188,6 +188,12 @@ def with_contents(arguments: Any) -> Any:
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors among nested values."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    # of an expanded tensor, elements have one place in memory
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size() if tensor.numel() else 0
 
 
 def is_product(node: fx.Node) -> bool:

@@ -303,8 +303,8 @@ def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor |
         for _ in range(2):
             if not bend.requires_grad:
                 return value.detach()
-            (bend,) = torch.autograd.grad(bend, v, torch.ones_like(bend), create_graph=True, materialize_grads=True)
-    return (value - steps * steps * _BEND * bend).detach()
+            (bend,) = torch.autograd.grad(bend, v, steps, create_graph=True, materialize_grads=True)
+    return (value - _BEND * bend).detach()
 
 
 def _read(
