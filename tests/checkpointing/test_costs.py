@@ -152,12 +152,15 @@ def test_an_op_that_fails_on_random_numbers_is_priced_by_its_bytes(body):
     assert all(op.cost > 0 for op in graph.ops)
 
 
-def test_an_op_that_is_timed_without_memory_raises_its_own_error(monkeypatch):
-    def fail(*_):
-        raise MemoryError
+@pytest.mark.parametrize(
+    ("function", "error"), [("costs._measured_ms", MemoryError), ("joint_graph.cost_of", torch.OutOfMemoryError)]
+)
+def test_a_capture_without_memory_raises_the_error_of_the_allocator(function, error, monkeypatch):
+    def fail(*_, **__):
+        raise error
 
-    monkeypatch.setattr(costs, "_measured_ms", fail)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(f"rmm_linear.compiler.{function}", fail)
+    with pytest.raises(error):
         graph_of("ms")
 
 
