@@ -206,6 +206,8 @@ def test_a_step_with_a_backward_hook_runs_as_written_and_by_its_plan_once_the_ho
         model._compiled_call_impl._told.clear()
         with pytest.warns(UserWarning, match="ran as written, outside of the budget: backward hooks of modules"):
             assert_equal(step(model), expected)
+        with pytest.raises(CaptureError, match="can't be captured now: backward hooks of modules"):
+            planned(copy.deepcopy(model))
         hook.remove()
         assert_equal(step(model), expected)
         assert planned_runs(model) == runs + 1
