@@ -73,10 +73,15 @@ def test_a_checkpointed_layer_is_measured_once(reentrant, x):
         recorder.calls.clear()
         recorder.probe.watch(recorder.probe.layers)
         network(x).square().sum().backward()
-        assert sorted(recorder.names) == sorted(expected)
-        for name, _, found_x, found_g, _ in recorder.calls:
+        # in the order of the backward pass
+        assert recorder.names == ["1.down", "1.up", "0.down", "0.up"]
+        for name, layer, found_x, found_g, index in recorder.calls:
+            assert layer is network.get_submodule(name)
             torch.testing.assert_close(found_x, expected[name][0])
             torch.testing.assert_close(found_g, expected[name][1])
+            assert not found_x.requires_grad
+            assert not found_g.requires_grad
+            assert index is None
 
 
 def test_the_first_call_and_the_first_micro_batch_count(x):
