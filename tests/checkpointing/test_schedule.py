@@ -104,6 +104,10 @@ PLAIN = Schedule.plain(CHAIN)
         (edited(PLAIN, insert=(1, Step("rest", 1))), "neither", 1),
         (Schedule(PLAIN.steps[:-4], PLAIN.graph), "not in memory at the end", None),
         (edited(PLAIN, insert=(2, Step("free", 0))), "was freed", 7),
+        *(
+            (edited(PLAIN, insert=(1, Step("free", target))), rf"\(free {re.escape(repr(target))}\): .* no int", 1)
+            for target in (0.0, "0", None, [0], True)
+        ),
     ],
 )
 def test_a_wrong_step_is_named(schedule, message, step):
@@ -116,11 +120,8 @@ def test_a_wrong_step_is_named(schedule, message, step):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": [[1, 0]]}, "step 0 .*neither 'compute' nor 'free'"),
-        *(
-            ({"steps": [["compute", 0], ["free", target]]}, rf"step 1 \(free {re.escape(repr(target))}\): .* no int")
-            for target in (0.0, "0", None, [0], True)
-        ),
+        ({"steps": [["compute", 0], [1, 0]]}, "step 1 .*neither 'compute' nor 'free'"),
+        ({"steps": [["compute", 0], ["free", True]]}, r"step 1 \(free True\): the target is no int"),
         ({"steps": [["compute"]]}, "incomplete"),
         ({"steps": ["compute"]}, "incomplete"),
         ({"steps": 5}, "incomplete"),
