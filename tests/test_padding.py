@@ -234,6 +234,10 @@ class TestGradientOnPadding:
     def _right(inputs):
         return {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
 
+    def test_a_model_that_reads_its_first_position_can_not_be_padded_on_the_left(self):
+        with pytest.raises(PaddingGradientError):
+            convert_linears(tiny_bert(), config=SKIP)(**batch(right_padded().flip(1))).loss.backward()
+
     def test_later_steps_are_checked_only_where_the_mask_asks_for_it(self):
         model, inputs = self._token_model()
         model(**self._right(inputs)).loss.backward()
