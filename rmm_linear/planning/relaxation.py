@@ -47,7 +47,10 @@ _INFEASIBLE = 2
 
 
 class Relaxed(NamedTuple):
-    """The solution of a linear program: storages are kept for more than a half, and tensors coded if only in part."""
+    """The solution of a linear program.
+
+    `kept` has the storages that are kept for more than a half; `coded` has the tensors that are coded, even in part.
+    """
 
     extra_cost: float
     kept: set[int]
