@@ -122,8 +122,8 @@ class FreedMemory:
     Attributes:
         name: The node that writes it.
         size_bytes: Its size.
-        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together. None for
-            results of an attention that runs again.
+        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together. It is
+            empty for results of an attention that runs again.
     """
 
     name: str
@@ -157,8 +157,8 @@ class Coding:
     Attributes:
         coded: Tensors that are kept as codes.
         exact: Tensors that the backward pass reads as they are; some may be computed again there.
-        freed: Memory that need not be kept, for the backward pass reads codes: of the tensors that are coded, and of
-            others that follow from them.
+        freed: Memory that need not be kept, for the backward pass reads codes in its place, or runs an attention again
+            that writes it.
         bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
             biased.
         sketched: Inputs of linear layers of which the backward pass reads sketches.
