@@ -85,11 +85,11 @@ def arena_for(alive: Sequence[Lifetime], *, time_limit_s: float = 20.0) -> Arena
         addresses.append(address)
     model.add_no_overlap_2d(across, along)
     model.minimize(top)
-    solver, status, _ = search(programs, model, time_limit_s=time_limit_s, num_workers=8)
-    if status not in ("optimal", "found"):
+    found = search(programs, model, time_limit_s=time_limit_s, num_workers=8)
+    if found.status not in ("optimal", "found"):
         return best
-    placed = tuple(int(solver.value(address)) for address in addresses)
-    return Arena(int(solver.value(top)), placed, status == "optimal")
+    placed = tuple(int(found.solver.value(address)) for address in addresses)
+    return Arena(int(found.solver.value(top)), placed, found.status == "optimal")
 
 
 def _most_at_once(alive: Sequence[Lifetime]) -> int:

@@ -1,7 +1,21 @@
 """OR-tools' solver of constraint programs (CP-SAT), with limits, and stopped by Ctrl-C."""
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Search(NamedTuple):
+    """A search that has ended.
+
+    Attributes:
+        solver: Has the values of the variables, if a solution was found.
+        status: "optimal", "found" (a solution, perhaps not the best), "infeasible", or "nothing".
+        is_interrupted: Whether Ctrl-C ended it.
+    """
+
+    solver: Any
+    status: str
+    is_interrupted: bool
 
 
 def constraint_programs(paper: str) -> Any:
@@ -19,11 +33,8 @@ def constraint_programs(paper: str) -> Any:
 
 def search(
     programs: Any, model: Any, *, time_limit_s: float, deterministic_limit: float | None = None, **parameters: Any
-) -> tuple[Any, str, bool]:
+) -> Search:
     """Solve a model until it is solved, a limit is reached, or Ctrl-C is pressed.
-
-    Return the solver, which has the values of the variables; "optimal", "found" (a solution, perhaps not the best),
-    "infeasible" or "nothing"; and whether Ctrl-C ended the search.
 
     `programs` is OR-tools' module, and the parameters are the solver's. The deterministic limit is the solver's own
     measure of work; unlike a time, it gives the same solution each time.
@@ -48,4 +59,4 @@ def search(
                 solver.stop_search()
         status = solving.result()
     names = {programs.OPTIMAL: "optimal", programs.FEASIBLE: "found", programs.INFEASIBLE: "infeasible"}
-    return solver, names.get(status, "nothing"), is_interrupted
+    return Search(solver, names.get(status, "nothing"), is_interrupted)

@@ -211,11 +211,11 @@ class Program:
     def _solved(self, time_limit_s: float, deterministic_limit: float | None) -> tuple[str, tuple[int, ...] | None]:
         limits: dict[str, Any] = {"time_limit_s": time_limit_s, "deterministic_limit": deterministic_limit}
         # workers that wait for each other find the same plan each time
-        solver, found, is_interrupted = search(self._cp, self._model, num_workers=8, interleave_search=True, **limits)
-        self._bound = solver.best_objective_bound
-        self.is_interrupted |= is_interrupted
-        status = found if found in ("optimal", "infeasible") else "stopped"
-        if found in ("infeasible", "nothing"):
+        found = search(self._cp, self._model, num_workers=8, interleave_search=True, **limits)
+        solver, self._bound = found.solver, found.solver.best_objective_bound
+        self.is_interrupted |= found.is_interrupted
+        status = found.status if found.status in ("optimal", "infeasible") else "stopped"
+        if found.status in ("infeasible", "nothing"):
             return status, None
         runs = [
             (solver.value(start), op)

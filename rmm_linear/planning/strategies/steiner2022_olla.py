@@ -69,13 +69,13 @@ def least_peak_order(
     model.minimize(peak)
     # several workers find another one of equally good orders each time, also where they wait for each other
     workers = 8 if deterministic_limit is None else 1
-    solver, status, _ = search(
+    found = search(
         programs, model, time_limit_s=time_limit_s, deterministic_limit=deterministic_limit, num_workers=workers
     )
-    least_bytes = max(0, round(solver.best_objective_bound))
-    if status not in ("optimal", "found"):
+    least_bytes = max(0, round(found.solver.best_objective_bound))
+    if found.status not in ("optimal", "found"):
         return plain, least_bytes
-    order = tuple(sorted(plain, key=lambda op: int(solver.value(places[op]))))
+    order = tuple(sorted(plain, key=lambda op: int(found.solver.value(places[op]))))
     return min(plain, order, key=lambda order: peak_and_cost(graph, order)[0]), least_bytes
 
 
