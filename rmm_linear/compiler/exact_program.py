@@ -105,7 +105,7 @@ class _Writer:
         self._read: set[fx.Node] = set()
         self._constants_read: dict[str, Tensor] = {}
         self._sources = sources_of(capture)
-        # inputs that have a gradient, by the storage that it lies in; None for gradients outside of the budget
+        # names the inputs whose gradient lies in a storage; the key of gradients outside of the budget is None
         self._gradients: dict[int | None, list[int]] = {}
         for place, node in enumerate(capture.gradients):
             if node is not None:

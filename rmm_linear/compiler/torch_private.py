@@ -148,7 +148,7 @@ def dynamo_options() -> AbstractContextManager[None]:
 
 
 def hindrance(model: nn.Module) -> str | None:
-    """Tell why torch.compile would trace nothing at present, or leave hooks out; None if it traces a whole step."""
+    """Tell why torch.compile would trace nothing now, leave hooks out or break the graph; None if it traces it all."""
     import torch._dynamo
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -211,7 +211,7 @@ def line_of(stack: str) -> str:
 
 
 def decompositions(*, of_random_ops: bool = False) -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions, or those alone of ops that draw random numbers."""
+    """Return Inductor's decompositions, or only the decompositions of ops that draw random numbers."""
     from torch._inductor.decomposition import select_decomp_table
 
     table, random = select_decomp_table(), torch.Tag.nondeterministic_seeded
@@ -378,7 +378,7 @@ def _in_windows(key: str) -> Iterator[None]:
 def _with_loaders_that_remember() -> AbstractContextManager[Any]:
     """Let Inductor write an op whose result is read twice in a loop once.
 
-    It writes two copies by itself, each with copies of the ops before: of a chain of n such ops, 2^n.
+    It writes two copies by itself, each with copies of the ops before: a chain of n such ops has 2^n of them.
     """
     from torch._inductor.ir import Pointwise
     from torch._inductor.utils import cache_on_self
