@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned_models import mean_square
 from strategy_contract import effect_beside_the_loss, large_graphs, tiny_graphs
 from torch import nn
 
@@ -374,13 +375,9 @@ def test_an_op_that_runs_once_does_not_keep_its_neighbours_from_running_again():
     assert [op.is_recomputable for op in contracted(graph, divided(graph, 1)).ops] == [True, False, True, True]
 
 
-def mean_square_of(model, x):
-    return model(x).square().mean()
-
-
 def test_a_budget_that_revolve_can_meet_is_met():
     model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.Tanh())])
-    plan = checkpoint_step(model, mean_square_of, torch.randn(256, 16), budget="35%").plans[0]
+    plan = checkpoint_step(model, mean_square, torch.randn(256, 16), budget="35%").plans[0]
     assert plan.peak_bytes <= 0.35 * plan.plain.peak_bytes
 
 
