@@ -185,6 +185,7 @@ class _Reading:
         self._members: list[list[fx.Node]] = []
         # nodes that are computed in the loop of another node
         self._loop_of: dict[fx.Node, fx.Node] = {}
+        self._updated_memories: set[int] = set()
 
     def capture(self, bits: Bits, sketch: float | None, **functions: Any) -> Capture:
         placeholders = {node.meta["desc"]: node for node in self._joint.graph.nodes if node.op == "placeholder"}
@@ -232,10 +233,13 @@ class _Reading:
             )
         if self.for_inductor:
             self._loop_of = fuse(self._joint, tangents.values(), {inputs[place] for place, _ in updates})
-        self._inputs, self._results, self._gradients, self._updates = inputs, results, gradients, updates
-        self._updated = {memory for place, _ in updates for memory in memories_of(inputs[place])}
-        graph, loops = self._graph()
-        graph = self._with_gradients(graph, loops)
+        self._updated_memories.update(memory for place, _ in updates for memory in memories_of(inputs[place]))
+        ops, loops = self._ops()
+        # results are the caller's from then on; new contents of buffers are only copied
+        outputs = self._indices([*results, *filter(None, gradients)])
+        at_forward_end = self._indices([*results, *(node for _, node in updates)])
+        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
+        graph = self._with_gradients(graph, loops, inputs, gradients)
         return Capture(
             graph=graph,
             nodes=tuple(loop[-1] for loop in loops),
@@ -310,8 +314,8 @@ class _Reading:
                     " share memory with each other, can't be captured; checkpoint the parts that can one by one"
                 )
 
-    def _graph(self) -> tuple[Graph, list[list[fx.Node]]]:
-        """The graph, and for each op the nodes that are computed in its loop; the last one writes its storages."""
+    def _ops(self) -> tuple[list[Op], list[list[fx.Node]]]:
+        """The ops, and for each op the nodes that are computed in its loop; the last one writes its storages."""
         ops: list[Op] = []
         loops: list[list[fx.Node]] = []
         inlined: dict[fx.Node, list[fx.Node]] = {}
@@ -352,25 +356,21 @@ class _Reading:
         if self.traced.has_contents:
             own = workspace_bytes([loop[-1] for loop in loops])
             ops = [replace(op, temporary_bytes=op.temporary_bytes + size) for op, size in zip(ops, own, strict=True)]
-        # results are the caller's from then on; new contents of buffers are only copied
-        outputs = self._indices([*self._results, *filter(None, self._gradients)])
-        at_forward_end = self._indices([*self._results, *(node for _, node in self._updates)])
-        graph = Graph(tuple(ops), tuple(self._storages), outputs, at_forward_end, unit_of(self.costs))
-        return graph, loops
+        return ops, loops
 
-    def _with_gradients(self, graph: Graph, loops: Sequence[Sequence[fx.Node]]) -> Graph:
+    def _with_gradients(
+        self, graph: Graph, loops: list[list[fx.Node]], inputs: Sequence[fx.Node], gradients: Sequence[fx.Node | None]
+    ) -> Graph:
         """Say which storages are gradients of parameters, and which ops read these parameters."""
         gradients_of: dict[int, set[int]] = {}
-        for tensor, gradient in zip(self._inputs, self._gradients, strict=True):
+        for tensor, gradient in zip(inputs, gradients, strict=True):
             if gradient is not None:
-                memory = tensor.meta["val"].untyped_storage()._cdata
-                gradients_of.setdefault(memory, set()).update(self._indices([gradient]))
+                gradients_of.setdefault(memories_of(tensor)[0], set()).update(self._indices([gradient]))
         ops = []
         for op, loop in zip(graph.ops, loops, strict=True):
-            memories = _memories_read(loop)
-            held_back = set().union(*(gradients_of[memory] for memory in memories if memory in gradients_of))
+            held_back = set().union(*(gradients_of.get(memory, ()) for memory in _memories_read(loop)))
             ops.append(replace(op, holds_back=tuple(sorted(held_back))))
-        pairs = list(zip(self.are_parameters, self._gradients, strict=True))
+        pairs = list(zip(self.are_parameters, gradients, strict=True))
         # gradients of other arguments wait for the op that made the argument, or are the caller's
         others = set(self._indices(gradient for is_one, gradient in pairs if gradient is not None and not is_one))
         of_parameters = self._indices(gradient for is_one, gradient in pairs if gradient is not None and is_one)
@@ -410,7 +410,7 @@ class _Reading:
         tags = getattr(target, "tags", ())
         namespace = getattr(target, "namespace", "")
         read = _memories_read(loop)
-        reads_updated = not self._updated.isdisjoint(read)
+        reads_updated = not self._updated_memories.isdisjoint(read)
         if reads_updated and is_backward and "batch_norm" not in name:
             raise CaptureError(
                 f"the backward pass reads a buffer that the step has written into ({name}): read a copy of it (`clone`)"
