@@ -8,11 +8,13 @@ import torch
 from model_of import ModelOf
 from sketch_contract import assert_unbiased
 from test_sharing import ROWS, WIDTH, Three
+from tiny_transformers import tiny
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear import RMMConfig, RMMLinear, convert_linears
 from rmm_linear.memory import SavedTensors
 
 CONFIG = RMMConfig(ratio=0.25, center=False)
@@ -60,14 +62,14 @@ class OfNothing(Attention):
         return self.project((steps * 0.37).sin()) * x.mean()
 
 
-def kept_bytes(model, backend, budget=1.0):
+def kept_bytes(model, backend, budget=1.0, shape=(ROWS, WIDTH)):
     torch._dynamo.reset()
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(shape, requires_grad=True)
     with functorch_config.patch(activation_memory_budget=budget):
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         with SavedTensors(model) as kept:
             output = compiled(x)
-    output.sum().backward()
+    (output[0] if isinstance(output, tuple) else output).sum().backward()
     return kept.bytes
 
 
@@ -86,6 +88,32 @@ def test_one_sketch_is_kept_and_one_seed(backend):
     other = CONFIG.replace(ratio=0.5)
     half = other.saved_bytes(ROWS, WIDTH, torch.float32)
     assert kept_bytes(Projections(CONFIG, CONFIG, other), backend) == query_and_key + one + half - 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "ratio"), [("aot_eager", 0.5), ("aot_eager", 0.1), ("inductor", 0.1)])
+def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend, ratio):
+    def hidden_sizes(**options):
+        model = tiny("RobertaModel", hidden_size=64, intermediate_size=256, num_attention_heads=4)
+        layer = model.encoder.layer[0]
+        if options:
+            convert_linears(layer, config=CONFIG.replace(**options), exclude_modules=["attention.output.dense"])
+        return kept_bytes(layer, backend, shape=(8, 128, 64)) / (4 * 8 * 128 * 64)
+
+    # statistics of LayerNorm and attention: 8 numbers a row of 64
+    assert 16.0 <= hidden_sizes() <= 16.0 + 8 / 64
+    shared, own = hidden_sizes(ratio=ratio), hidden_sizes(ratio=ratio, share_sketch=False)
+    assert shared <= 1.02 * (10 + 6 * ratio)
+    # where three sketches are more than the input, the compiler keeps that, and sketches it in the backward pass
+    assert own == pytest.approx(shared + min(2 * ratio, 1 - ratio), abs=0.03)
+
+
+def test_one_frame_over_steps_and_two_over_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(Attention(CONFIG), backend=counter, fullgraph=True)
+    for length in (256, 256, 130, 140, 200, 150):
+        compiled(torch.randn(length, WIDTH)).sum().backward()
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.montecarlo
