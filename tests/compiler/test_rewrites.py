@@ -767,3 +767,16 @@ def test_shapes_may_change_and_a_budget_comes_on_top():
         for name in exact:
             assert (found[name] - exact[name]).norm() < 0.05 * exact[name].norm()
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans(model))
+
+
+# test_codes.py compiles the codes alone
+@pytest.mark.slow
+def test_inductor_reads_the_same_codes():
+    model, x = Net(nn.Sequential(nn.LayerNorm(WIDTH), gated().body), outer=24), torch.randn(ROWS, WIDTH)
+    found = []
+    for executor in ("exact", "inductor"):
+        torch.manual_seed(1)
+        found.append(gradients(model, compiled(model, executor, bits=4), x))
+    assert {tensor.kind for tensor in plans(model)[-1].coding.coded} == {"norm", "activation", "linear"}
+    for name, each in found[0].items():
+        torch.testing.assert_close(found[1][name], each, rtol=1e-3, atol=1e-4 * float(each.abs().max()))
