@@ -123,7 +123,7 @@ class FreedMemory:
         name: The node that writes it.
         size_bytes: Its size.
         codes: Names of the tensors whose codes are read in its place: it is freed by all of them together. It is
-            empty for results of an attention that runs again.
+            empty where only an attention that runs again reads the memory.
     """
 
     name: str
