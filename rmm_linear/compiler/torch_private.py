@@ -378,7 +378,7 @@ def _in_windows(key: str) -> Iterator[None]:
 def _with_loaders_that_remember() -> AbstractContextManager[Any]:
     """Let Inductor write an op whose result is read twice in a loop once.
 
-    It writes two copies by itself, each with copies of the ops before: a chain of n such ops has 2^n of them.
+    It writes two copies by itself, each with copies of the ops before: of a chain of n such ops, it writes 2^n copies.
     """
     from torch._inductor.ir import Pointwise
     from torch._inductor.utils import cache_on_self
