@@ -14,6 +14,11 @@ from rmm_linear.compiler.rewrites.step import Step
 from rmm_linear.compiler.torch_private import OpOverload, fake_tensor
 
 _Traced = tuple[fx.Graph, Any]
+# Ops of derivatives, as ops that Inductor computes in the loop that reads them.
+_SIMPLER: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.detach.default: lambda x: x,
+    torch.ops.aten.fill.Scalar: lambda x, value: torch.full(x.shape, value, dtype=x.dtype, device=x.device),
+}
 
 
 class Editor:
@@ -114,12 +119,11 @@ class Editor:
     def _trace(self, function: Callable[..., Any], values: Sequence[Tensor], options: dict[str, Any]) -> _Traced:
         with autocast_as((), self._devices), self._mode, torch.no_grad():
             inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
-            table = {torch.ops.aten.detach.default: lambda x: x}
-            module = make_fx(lambda *tensors: function(*tensors, **options), decomposition_table=table)(*inputs)
+            module = make_fx(lambda *tensors: function(*tensors, **options), decomposition_table=_SIMPLER)(*inputs)
             ops = (node.target for node in module.graph.nodes)
             if any(isinstance(op, OpOverload) and op._schema.is_mutable for op in ops):
                 # derivatives of GELU are computed in place
-                module = make_fx(torch.func.functionalize(module))(*inputs)
+                module = make_fx(torch.func.functionalize(module), decomposition_table=_SIMPLER)(*inputs)
         module.graph.eliminate_dead_code()
         (output,) = (node for node in module.graph.nodes if node.op == "output")
         constants = [node for node in module.graph.nodes if node.op == "get_attr"]
