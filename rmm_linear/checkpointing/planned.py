@@ -25,6 +25,7 @@ from rmm_linear.compiler.torch_private import (
     dynamo_options,
     failures_of_dynamo,
     hindrance,
+    is_own_error,
     is_recompile_limit,
     is_transforming,
     reason_of,
@@ -106,11 +107,13 @@ class PlannedStep:
             if not self._is_whole or is_recompile_limit(error):
                 self._warn(reason_of(error))
                 return self._function(*args, **kwargs)
+            # an exception of the function's own, as for a bad batch, is raised here, and leaves the plan as it is
+            result = self._function(*args, **kwargs) if (is_own := is_own_error(error)) else None
             if not _is_sharded(self._model):
                 self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")
             self._compiled, self._is_whole = compiled(self._function, self.group.compile, fullgraph=False), False
             self.forget()
-            return self(*args, **kwargs)
+            return result if is_own else self(*args, **kwargs)
         if self.group.runs == runs and self.reason is None:
             new = [reason for reason, count in reasons_of_breaks().items() if count != reasons.get(reason)]
             self._warn("; ".join(new) or "torch.compile skipped it, or nothing in it is trained")

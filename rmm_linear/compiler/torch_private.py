@@ -49,6 +49,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 # of one model; beyond them, Dynamo runs it as written
 _MOST_RECOMPILATIONS = 64
 _BRANCH = re.compile(r"\nCaused by: (.+?)(?: \(_dynamo|\n|$)")
+# what Dynamo says where a function raises: in its code, in an op, and for its arguments
+_RAISED = ("Observed exception", "failed to run FX node", "Tensor device mismatch", "failed to bind arguments")
 _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
 
 
@@ -186,6 +188,11 @@ def failures_of_dynamo() -> tuple[type[Exception], ...]:
 def is_recompile_limit(error: Exception) -> bool:
     """Tell whether Dynamo gave up since a function was compiled too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def is_own_error(error: Exception) -> bool:
+    """Tell whether the function itself may raise an exception where Dynamo failed."""
+    return any(text in str(error) for text in _RAISED)
 
 
 def reason_of(error: Exception) -> str:

@@ -214,6 +214,40 @@ def test_a_step_with_a_backward_hook_runs_as_written_and_by_its_plan_once_the_ho
     assert calls == [1, 1]
 
 
+def _positive(model):
+    if model.state < 0:
+        raise ZeroDivisionError("the state is negative")
+    return model.state
+
+
+@pytest.mark.parametrize(
+    ("args", "state", "error"),
+    [
+        ((X,), -1.0, ZeroDivisionError),
+        ((X[:, :3],), 1.0, RuntimeError),
+        ((X.to("meta"),), 1.0, RuntimeError),
+        ((), 1.0, TypeError),
+    ],
+    ids=["code", "shape", "device", "arguments"],
+)
+def test_an_exception_of_the_models_own_leaves_the_plan_as_it_is(args, state, error, recwarn):
+    plain, model = make(1.0, _positive), planned(make(1.0, _positive))
+    step(model)
+    for _ in range(2):
+        model.state = state
+        with pytest.raises(error) as expected:
+            plain.state = state
+            plain(*args)
+        with pytest.raises(error) as found:
+            model(*args)
+        assert str(found.value) == str(expected.value)
+        model.state = plain.state = 1.0
+        assert_equal(step(model), step(plain))
+    assert planned_runs(model) == 3
+    assert len(model._compiled_call_impl.plans) == 1
+    assert not recwarn
+
+
 def test_a_step_that_is_whole_again_has_the_whole_budget():
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))]
     model = nn.Sequential(*layers)
