@@ -323,6 +323,8 @@ def fit(
     limit, ways = checked_noise(noise), _checked_ways(allow, executor, page_to, budget)
     asked = None if budget is None else Budget.of(budget)
     refuse_planned(model)
+    if not callable(loss_fn) and loss_fn is not None:
+        raise ValueError(f"loss_fn={loss_fn!r} can't be called: pass a function of the model and a batch, or None")
     if page_to is not None:
         try:
             import scipy.optimize  # noqa: F401

@@ -285,6 +285,7 @@ def test_recomputing_and_codes_can_each_be_left_out(batch):
         ({"noise": True}, "noise=True is no share"),
         ({"allow": ["pages"]}, "'pages' is unknown; choose among recompute, code, sketch, page"),
         ({"allow": None}, "allow=None is no collection of names"),
+        ({"loss_fn": "cross_entropy"}, "loss_fn='cross_entropy' can't be called"),
         ({"executor": "fast"}, "executor='fast' is unknown"),
         ({"executor": "exact", "costs": "seconds"}, "costs='seconds' is unknown"),
         ({"executor": None, "costs": "seconds"}, "costs='seconds' is unknown"),

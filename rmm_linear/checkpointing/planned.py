@@ -40,6 +40,7 @@ from rmm_linear.planning.schedule import Schedule
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _MOST_CHARACTERS = 2000
 _FAILURES = failures_of_dynamo()
+_CHECK = "Check first that the step runs as written with these arguments. "
 _HINT = (
     "Take that line out of the step, or checkpoint the blocks without it one by one (`checkpoint_model(block, ...)`)"
 )
@@ -139,7 +140,7 @@ class PlannedStep:
         except _FAILURES as error:
             raise CaptureError(
                 f"the step is not one graph for torch.compile: {_shortened(reason_of(error))}\n"
-                f"{hint_for(str(error), _HINT)}"
+                f"{_CHECK if is_own_error(error) else ''}{hint_for(str(error), _HINT)}"
             ) from error
         finally:
             self.group.capture_only = False

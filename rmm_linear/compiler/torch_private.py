@@ -202,6 +202,8 @@ def reason_of(error: Exception) -> str:
     """
     told, _, stack = str(error.__cause__ if is_recompile_limit(error) else error).partition("from user code:")
     reason = told.strip().partition("\n\n")[0].partition("\n  Hint:")[0]
+    if is_own_error(error) and error.__cause__:
+        reason += f" {error.__cause__}"
     # of a branch on a size that is a tensor's content, the line alone
     branch = _BRANCH.search(told)
     where = line_of(stack) or (branch[1] if branch else "")

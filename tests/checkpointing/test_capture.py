@@ -107,6 +107,19 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"input": torch.ones(4, 8), "idx": torch.arange(4)}, "idx.*Check first that the step runs as written"),
+        ({}, "missing.*input.*Check first that the step runs as written"),
+        ((torch.ones(4, 7),), "Check first that the step runs as written"),
+    ],
+)
+def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
+    with pytest.raises(CaptureError, match=f"(?s){message}"):
+        checkpoint_model(nn.Linear(8, 8), sample, budget="100%")
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(kind):
     model, x = kind(8, 8), torch.randn(4, 8)

@@ -234,9 +234,8 @@ def test_an_exception_of_the_models_own_leaves_the_plan_as_it_is(args, state, er
     plain, model = make(1.0, _positive), planned(make(1.0, _positive))
     step(model)
     for _ in range(2):
-        model.state = state
+        model.state = plain.state = state
         with pytest.raises(error) as expected:
-            plain.state = state
             plain(*args)
         with pytest.raises(error) as found:
             model(*args)
