@@ -338,7 +338,9 @@ class RMMCallback(TrainerCallback):
             raise ValueError("fit needs the batches of a Trainer; without one, call rmm_linear.fit(model, batch)")
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # an earlier training run failed before `on_train_end`
-            return
+            if self._loss is not None and trainer is not None and self._loss.replaces_in(trainer):
+                return
+            remove_checkpointing(model)
         if self._loss is not None:
             self._loss.remove()
         refuse_planned(model)

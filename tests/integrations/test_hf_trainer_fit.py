@@ -126,6 +126,36 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert "compute_loss" not in vars(trainer)
 
 
+@pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%", "executor": "exact"}}], ids=str)
+def test_after_a_training_that_failed_another_trainer_makes_a_plan_of_its_own(tmp_path, options):
+    class Failing(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.calls_left = inner, 2
+
+        def forward(self, *args, **kwargs):
+            if self.calls_left == 0:
+                raise ValueError("a bad batch")
+            return self.inner(*args, **kwargs)
+
+    class Counting(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            model.roberta.encoder.calls_left -= 1
+
+    model, callback = make_model(layers=1), RMMCallback(**options)
+    model.roberta.encoder = Failing(model.roberta.encoder)
+    with pytest.raises(ValueError, match="a bad batch"):
+        make_trainer(tmp_path, callback, Counting(), model=model).train()
+    model.roberta.encoder.calls_left, failed = -1, callback.planned
+    trainer = make_trainer(tmp_path, callback, model=model)
+    trainer.train()
+    assert callback.planned is not failed
+    # each step is one graph
+    assert callback.planned.planned_runs == 4
+    assert not is_planned(model)
+    assert "compute_loss" not in vars(trainer)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
