@@ -9,6 +9,7 @@ runs as written in eval mode, under `no_grad`, and inside of torch.func. A copy 
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,9 @@ class PlannedStep:
         self, function: Callable[..., Any], model: nn.Module, options: Options, *, fullgraph: bool = True
     ) -> None:
         self._function, self._model = function, model
-        self.group = Group(options, on_failure=self._on_failure)
+        # the code object in `_compiled` refers to the group, which the garbage collector does not see
+        step = weakref.proxy(self)
+        self.group = Group(options, on_failure=lambda error: step._on_failure(error))
         self._compiled, self._is_whole = compiled(function, self.group.compile, fullgraph=fullgraph), fullgraph
         self.reason: str | None = None
         self._told: set[str] = set()

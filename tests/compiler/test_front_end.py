@@ -3,15 +3,18 @@
 import copy
 import enum
 import functools
+import gc
 import logging
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
 from model_of import ModelOf, linears
 from torch import nn
 
+from rmm_linear.checkpointing import remove_checkpointing
 from rmm_linear.compiler.torch_private import compiled
 from rmm_linear.errors import CaptureError
 from tests.checkpointing.planned_models import Ops, assert_equal, gradients, planned_runs
@@ -245,6 +248,17 @@ def test_an_exception_of_the_models_own_leaves_the_plan_as_it_is(args, state, er
     assert planned_runs(model) == 3
     assert len(model._compiled_call_impl.plans) == 1
     assert not recwarn
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_a_planned_model_goes_with_its_last_reference(is_removed):
+    model = planned(make())
+    step(model)
+    if is_removed:
+        remove_checkpointing(model)
+    model, gone = None, weakref.ref(model)
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_step_that_is_whole_again_has_the_whole_budget():
