@@ -275,14 +275,15 @@ class PlannedGraph:
 
     Attributes:
         variants: Plans by the kind of the arguments; the kind that was used last comes last.
-        frame: Which frame of Python it is of.
+        frame: Which frame of Python it is of, and which part of the frame, where DDP's buckets divide the frame.
         number: Graphs that were compiled later have higher numbers.
     """
 
     def __init__(self, module: fx.GraphModule, group: Group) -> None:
         self.has_checkpoints = inline_checkpoints(module) > 0
         self._module, self._group = module, group
-        self.frame, self.number = frame_of(module), next(_numbers)
+        part = sum(graph._module.meta is module.meta for graph in group.graphs)
+        self.frame, self.number = (frame_of(module), part), next(_numbers)
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()

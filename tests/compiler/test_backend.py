@@ -3,10 +3,12 @@
 import copy
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.distributed import DDPOptimizer
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.compiler import backend, plans, rmm_linear, torch_private
@@ -129,10 +131,13 @@ def test_a_wrong_option_is_named(options, told):
 
 
 @pytest.mark.parametrize("budget", ["90%", 160_000])
-def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget):
-    model, options = Net(breaks=True), exact(budget)
-    reference = copy.deepcopy(model)
-    assert_trains_as(reference, torch.compile(model, backend="rmm_linear", options=options), model)
+@pytest.mark.parametrize("is_cut", [False, True], ids=["at a break", "at a bucket of DDP"])
+def test_the_graphs_of_a_model_that_breaks_share_a_budget_in_bytes(budget, is_cut):
+    model, options = Net(breaks=not is_cut), exact(budget)
+    reference, how = copy.deepcopy(model), {"backend": "rmm_linear", "options": options}
+    if is_cut:
+        how = {"backend": DDPOptimizer(10_000, partial(rmm_linear, options=options), 10_000).compile_fn}
+    assert_trains_as(reference, torch.compile(model, **how), model)
     found = plans(model)
     assert len(found) == 2
     assert runs(options) == 6
