@@ -234,11 +234,13 @@ def _sketched_linear(
     config = config_of(graph_key)
     rows = values.shape[0]
     layout = layout_of(x.shape, config.keep_tokens, None)
-    if not config.sketches(rows) or is_free_to_keep(x, x.dtype, in_graph=True):
+    if not config.sketches(rows):
         return F.linear(x, weight, bias)
+    # also where no sketch follows: later layers and dropouts of a planned step draw as in eager mode
     if seed is None:
         seed = ops.draw_seed(values, alone=not config.share_sketch)
-    if not torch.is_grad_enabled() or not config.sketches(rows, layout.kept):
+    is_exact = not torch.is_grad_enabled() or not config.sketches(rows, layout.kept)
+    if is_exact or is_free_to_keep(x, x.dtype, in_graph=True):
         return F.linear(x, weight, bias)
     _, beside, sketch = _compressed(values, seed, config, layout, None, None)
     left_out: tuple[Tensor, ...] = ()

@@ -1,6 +1,7 @@
 """Converted layers that read one tensor keep one sketch under the backend, as in eager mode."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -83,13 +84,26 @@ def test_a_plan_keeps_what_eager_mode_keeps(is_autocast, options):
     assert plans(model)[0].plain.forward_bytes == kept.bytes - x.nbytes + loss.nbytes
 
 
+def behind_tanh():
+    """The second layer reads a tensor that tanh keeps, and has no sketch."""
+    torch.manual_seed(0)
+    layers = linears("first second third", WIDTH)
+    model = ModelOf(lambda it, x: it.third(it.second(it.first(x).tanh())).square().mean(), **layers)
+    return convert_linears(model, config=CONFIG)
+
+
 @pytest.mark.parametrize(
-    "configs",
-    [{}, {"k": CONFIG.replace(ratio=0.5)}, {"v": CONFIG.replace(share_sketch=False)}],
-    ids=["alike", "one of another ratio", "one that shares nothing"],
+    "make",
+    [
+        attention,
+        partial(attention, k=CONFIG.replace(ratio=0.5)),
+        partial(attention, v=CONFIG.replace(share_sketch=False)),
+        behind_tanh,
+    ],
+    ids=["alike", "one of another ratio", "one that shares nothing", "one without a sketch"],
 )
-def test_layers_share_as_in_eager_mode(configs):
-    model, x = attention(**configs), batch()
+def test_layers_draw_and_share_as_in_eager_mode(make):
+    model, x = make(), batch()
     reference = copy.deepcopy(model)
     run = compiled(model, "exact")
     for seed in (3, 4):
