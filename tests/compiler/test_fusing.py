@@ -3,15 +3,18 @@
 import copy
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
 from model_of import ModelOf
 from torch import fx, nn
+from torch.nn import functional
 
 from rmm_linear.compiler import inductor_program, plans
 from rmm_linear.compiler.backend import rmm_linear
 from rmm_linear.compiler.joint_graph import read_joint_graph
+from rmm_linear.planning.coding import Bits
 from rmm_linear.planning.schedule import Schedule
 from rmm_linear.planning.simulate import simulate
 
@@ -26,6 +29,10 @@ def captured(step):
     weights = [torch.randn(WIDTH, WIDTH).requires_grad_() for _ in range(3)]
     traced = fx.symbolic_trace(lambda x, first, second, third: (step(x, first, second, third),))
     return read_joint_graph(traced, [torch.randn(ROWS, WIDTH), *weights], for_inductor=True)
+
+
+def loss_of(function):
+    return lambda x, up, down: ((function(x @ up) @ down).sum(),)
 
 
 def kept_bytes(capture):
@@ -44,6 +51,18 @@ def test_a_gelu_of_eight_ops_is_one_op_and_keeps_its_input_alone():
     assert kept_bytes(capture) == 2 * SIZE
     kinds = [op.kind for op in capture.graph.ops if not op.is_backward]
     assert kinds == ["aten.mm", "aten.mul.Tensor", "aten.mm", "aten.sum"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_activation_is_read_from_a_code_in_one_loop(bits):
+    weights = [torch.randn(16, 64).requires_grad_(), torch.randn(64, 16).requires_grad_()]
+    counts = []
+    for function in (functional.gelu, functional.silu, partial(functional.gelu, approximate="tanh")):
+        traced = fx.symbolic_trace(loss_of(function))
+        capture = read_joint_graph(traced, [torch.randn(256, 16), *weights], for_inductor=True, bits=Bits.of(bits))
+        assert [(tensor.kind, tensor.bits) for tensor in capture.coding.coded] == [("activation", bits)]
+        counts.append(len(capture.graph.ops))
+    assert counts == counts[:1] * 3
 
 
 def test_sums_of_a_residual_stream_are_kept_and_not_their_addends():
