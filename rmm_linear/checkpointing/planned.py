@@ -74,6 +74,8 @@ class PlannedStep:
         self.reason: str | None = None
         self._told: set[str] = set()
 
+    __reduce__ = Capture.__reduce__
+
     @property
     def plans(self) -> list[CheckpointPlan]:
         """The plans so far, one for each graph and kind of arguments."""
