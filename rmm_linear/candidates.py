@@ -241,7 +241,8 @@ def parts_of(sample: Any) -> list[Any]:
     size = max(sizes, key=sizes.count, default=0)
     if size < _FEWEST_PARTS:
         raise NotMeasurableError(
-            f"the noise can't be measured: the sample has {size} examples; pass {_FEWEST_PARTS} or more"
+            f"the noise can't be measured: the sample has {size} examples in tensors (of dicts, lists, tuples); pass"
+            f" {_FEWEST_PARTS} or more"
         )
     count = _PARTS if size >= _PARTS and size % _PARTS <= _LEFT_OUT * size else _FEWEST_PARTS
     # a batch may be sorted

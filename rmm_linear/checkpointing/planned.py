@@ -67,7 +67,7 @@ class PlannedStep:
         self, function: Callable[..., Any], model: nn.Module, options: Options, *, fullgraph: bool = True
     ) -> None:
         self._function, self._model = function, model
-        # the code object in `_compiled` refers to the group, which the garbage collector does not see
+        # Dynamo's cache in `_compiled` refers to the group, and the garbage collector does not see this reference
         step = weakref.proxy(self)
         self.group = Group(options, on_failure=lambda error: step._on_failure(error))
         self._compiled, self._is_whole = compiled(function, self.group.compile, fullgraph=fullgraph), fullgraph

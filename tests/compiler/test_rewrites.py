@@ -251,6 +251,19 @@ def test_gradients_stay_unbiased_where_a_code_would_not_do(body, bits, draws):
     assert is_unbiased(result, named_bias(plan, bits)), result
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["gelu", "new_gelu", "sigmoid", "silu", "tanh", "tanh_gelu"])
+def test_gradients_are_finite_far_from_zero(name, bits):
+    functions = {"tanh_gelu": partial(functional.gelu, approximate="tanh"), "new_gelu": new_gelu}
+    model = Net(Of(functions.get(name) or getattr(functional, name)))
+    nn.init.eye_(model.before.weight)
+    # also where autograd would look for NaN in the traced ops of a reading
+    with torch.autograd.set_detect_anomaly(True):
+        compiled(model, bits=bits)(torch.linspace(-40, 40, ROWS * WIDTH).view(ROWS, WIDTH)).backward()
+    assert [tensor.bits for tensor in plans(model)[0].coding.coded if tensor.kind == "activation"] == [bits]
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_scores_of_attention_are_said_to_be_biased():
     for bits in (4, 8):
         plan = plan_of(Net(attention_of()), torch.randn(ROWS, WIDTH), bits={"attention": bits})
@@ -633,7 +646,7 @@ def of_gradient(function):
     return ModelOf(lambda it, x: Changed.apply(x))
 
 
-@torch.library.custom_op("rmm_linear_tests::in_quarters", mutates_args=())
+@torch.library.custom_op("rmm_linear_tests::gather", mutates_args=())
 def in_quarters(x: torch.Tensor) -> torch.Tensor:
     return (4 * x).round() / 4
 
@@ -655,6 +668,7 @@ BENDING = {
     "fmod": lambda g: g.fmod(0.3),
     "heaviside": lambda g: g.heaviside(torch.ones(())),
     "logarithm": lambda g: torch.xlogy(torch.ones_like(g), g),
+    "largest": lambda g: torch.ops._c10d_functional.all_reduce(g, "max", "0"),
     "matrix_product": lambda g: g @ (g.T @ torch.ones_like(g)),
     "norm": lambda g: g / g.norm(),
     "product": lambda g: g * g.flip(0),
@@ -686,6 +700,7 @@ LINEAR = {
     "split": lambda g: torch.stack(torch.ops.rmm_linear.unbind_copy.default(g)),
     "put": lambda g: torch.zeros_like(g).put(torch.arange(g.numel()), g),
     "index_add": lambda g: torch.zeros_like(g).index_add(0, torch.arange(ROWS), g),
+    "total": lambda g: torch.ops._c10d_functional.all_reduce(g, "sum", "0"),
     "taken": lambda g: g.take(torch.arange(g.numel()).view_as(g)),
     "weight": lambda g: functional.pad(g @ torch.ones(WIDTH, 3), (0, WIDTH - 3)),
 }

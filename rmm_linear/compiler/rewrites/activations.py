@@ -27,6 +27,7 @@ from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
 from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
+from rmm_linear.compiler.torch_private import decompositions
 from rmm_linear.planning.graph import reached
 
 aten = torch.ops.aten
@@ -56,8 +57,9 @@ class Place(NamedTuple):
 class Function:
     """A chain of elementwise ops of u, and perhaps of a gradient; equal to others of the same ops.
 
-    The last of the ops computes the result. `text` says the same, for the ops of the graph may change. Ops of backward
-    passes that autograd does not differentiate, such as SiLU's, are decomposed.
+    The last of the ops computes the result. `text` says the same, for the ops of the graph may change. Some ops are
+    decomposed: autograd does not differentiate SiLU's op of the backward pass, for instance, and its second derivative
+    of GELU by tanh overflows.
     """
 
     ops: tuple[tuple[Any, Any, Any], ...] = field(compare=False)
@@ -69,9 +71,10 @@ class Function:
         result = u
         for number, (target, args, kwargs) in enumerate(self.ops):
             values = [made[each.name] if isinstance(each, Place) else each for each in args]
-            result = values[0] if target is None else target(*values, **dict(kwargs))
-            if type(result.grad_fn).__name__ == "NotImplemented":
-                result = torch.export.default_decompositions()[target](*values, **dict(kwargs))
+            options = dict(kwargs)
+            result = values[0] if target is None else target(*values, **options)
+            if type(result.grad_fn).__name__ == "NotImplemented" or options.get("approximate") == "tanh":
+                result = decompositions()[target](*values, **options)
             made[str(number)] = result
         return result
 
@@ -262,7 +265,7 @@ def _limits(function: Function, bits: int, tail: float) -> Limits:
     try:
         return _compared(function, bits, tail)
     except (RuntimeError, TypeError, KeyError):
-        # an op of other tensors, or one that double precision does not have, or autograd
+        # an op of other tensors, or an op that has no double precision or no derivative
         return Limits(math.inf, 0.0)
 
 
@@ -287,6 +290,11 @@ def _compared(function: Function, bits: int, tail: float) -> Limits:
     slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
     slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
     steps = torch.full_like(within, step)
+    in_float32 = _unsmoothed(
+        function, within.float(), steps.float(), None if ones[1] is None else ones[1].float(), cube
+    )
+    if not in_float32.isfinite().all():
+        return Limits(math.inf, 0.0)
     means = _unsmoothed(function, within, steps, ones[1], cube).view(_DRAWS, -1).mean(0)
     read = means[place] + slope * (u - tail).clamp_min(0)
     error, scale = (read - exact).abs(), exact[u.abs() <= 1].abs().max()
@@ -297,14 +305,23 @@ def _compared(function: Function, bits: int, tail: float) -> Limits:
 
 
 def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor | None, cube: float) -> Tensor:
-    with torch.enable_grad():
-        v = v.detach().requires_grad_()
-        value = bend = function(codes.straight(v, cube), gradient)
-        for _ in range(2):
-            if not bend.requires_grad:
-                return value.detach()
-            (bend,) = torch.autograd.grad(bend, v, steps, create_graph=True, materialize_grads=True)
+    # anomaly mode looks for NaN in contents, which fake tensors do not have
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        u = codes.straight(v, cube).detach().requires_grad_()
+        value = function(u, gradient)
+        slope = _derivative(value, u, steps)
+        bend = _derivative(slope, u, steps)
+    if cube:
+        rate = 1 + 3 * cube * v * v
+        bend = bend * rate * rate + slope * (6 * cube * steps * v)
     return (value - _BEND * bend).detach()
+
+
+def _derivative(value: Any, u: Tensor, steps: Tensor) -> Any:
+    """Return the derivative times steps; 0 of a constant."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return 0.0
+    return torch.autograd.grad(value, u, steps, create_graph=True, materialize_grads=True)[0]
 
 
 def _read(

@@ -102,7 +102,7 @@ def curved(x: Tensor, cube: float) -> Tensor:
     y = x * root
     square = y * y
     v = y * (1 + 0.568 * square) / (1 + (1.266 + 0.032 * square) * square)
-    # steps of Newton's method from a guess that is 0.01 off at most
+    # steps of Newton's method from a guess that is 0.011 off at most
     for _ in range(2):
         v = (2 * v * v * v + y) / (3 * v * v + 1)
     return v * (1 / root)

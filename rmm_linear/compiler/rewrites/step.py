@@ -29,7 +29,7 @@ _UNLESS = {
 _STEPS = {"ceil", "floor", "fmod", "frac", "remainder", "round", "sign", "trunc"}
 # Constants in the shape of a gradient.
 _CONSTANTS = re.compile(r"aten\.(new_\w+\.|\w+_like\.|fill\.Scalar|zero\.|bernoulli\.p)")
-# Of ops outside of torch, it is not known what they compute.
+# Libraries other than torch's own ops whose ops are linear, unless they reduce by another function than a sum.
 _LINEAR_LIBRARIES = {"rmm_linear", *COLLECTIVES}
 # Types of `grad_fn` where autograd has no formula.
 _UNKNOWN = {"NoneType", "NotImplemented"}
@@ -141,12 +141,12 @@ class Step:
         given = dict(zip((argument.name for argument in op._schema.arguments), node.args, strict=False)) | node.kwargs
         others = [value for name, value in given.items() if not name.startswith("grad")]
         name = op.overloadpacket.__name__
-        if name in _LINEAR or (name in _UNLESS and not gradients.issuperset(node.args[each] for each in _UNLESS[name])):
-            return True
         if op.namespace in _LINEAR_LIBRARIES:
-            return True
+            return given.get("reduce_op", "sum") in ("sum", "avg")
         if op.namespace != "aten" or name in _STEPS or given.get("rounding_mode") is not None:
             return False
+        if name in _LINEAR or (name in _UNLESS and not gradients.issuperset(node.args[each] for each in _UNLESS[name])):
+            return True
         # the gradients of a backward op are named so
         if gradients.isdisjoint(pytree.tree_leaves(others)):
             return True
