@@ -27,6 +27,8 @@ _LOOPS = {
     torch.ops.aten.arange.start_step,
     torch.ops.aten.constant_pad_nd.default,
     torch.ops.aten.index.Tensor,
+    torch.ops.aten.mish_backward.default,
+    torch.ops.aten.softplus_backward.default,
 }
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16

@@ -31,7 +31,11 @@ from rmm_linear.compiler.torch_private import decompositions
 from rmm_linear.planning.graph import reached
 
 aten = torch.ops.aten
-_CASTS = {aten._to_copy.default, aten.detach.default}
+# Elementwise, and without the tag.
+_ELEMENTWISE = {
+    *(aten._to_copy.default, aten.detach.default),
+    *(aten.mish_backward.default, aten.softplus_backward.default),
+}
 # The part of s^2 f'' that is subtracted. 8 bits need it too: an outlier sets the step of its column, and where other
 # inputs are small the bias would be much of f.
 _BEND = 1 / 24
@@ -204,7 +208,7 @@ def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
 def _is_elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_random = torch.Tag.nondeterministic_seeded in tags
-    is_known = torch.Tag.pointwise in tags or node.target in _CASTS
+    is_known = torch.Tag.pointwise in tags or node.target in _ELEMENTWISE
     return isinstance(node.meta.get("val"), Tensor) and not is_random and is_known
 
 
@@ -285,7 +289,7 @@ def _compared(function: Function, bits: int, tail: float) -> Limits:
     ends = torch.tensor([tail, _RANGE], dtype=torch.float64)
     ones = [torch.ones_like(each) if function.has_gradient else None for each in (u, within, ends)]
     exact = function(u, ones[0])
-    if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact):
+    if ones[0] is not None and not torch.allclose(function(u, -2 * ones[0]), -2 * exact, equal_nan=True):
         return Limits(math.inf, 0.0)
     slope = function(ends, ones[2]).diff().item() / (_RANGE - tail)
     slope = next((each for each in (0.0, 1.0) if abs(slope - each) < _LEAST), slope)
