@@ -113,7 +113,7 @@ def test_bits_that_code_the_same_tensors_alike_are_planned_once(monkeypatch):
         fitting._Trials, "add", lambda self, name, *rest: planned.append(name) or add(self, name, *rest)
     )
     # with 4 bits its bias would be above 1 %, so that it has 8
-    model, batch = _without_memory(*(nn.SiLU() for _ in range(4)))
+    model, batch = _without_memory(*(ModelOf(lambda it, x: x / (1 + torch.exp(-x))) for _ in range(4)))
     with pytest.raises(InfeasibleBudgetError):
         fit(model, batch, "50%", allow="code", executor="exact")
     assert planned == ["exact", "8 bits", "4 bits"]
@@ -149,7 +149,8 @@ def test_tensors_are_coded_computed_again_or_kept_as_is_fastest(batch):
     assert found.plan.peak_bytes <= found.budget_bytes
     # the options name the tensors
     model = _model()
-    options = json.loads(found.to_json()) | {"executor": "exact"}
+    # op by op, readings take more memory
+    options = json.loads(found.to_json()) | {"executor": "exact", "budget": "100%"}
     torch.compile(model, backend=rmm_linear, options=options)(*batch).backward()
     assert [tensor.name for tensor in plans(model)[0].coding.coded] == names
 
@@ -320,7 +321,7 @@ def test_where_noise_cannot_be_measured_an_exact_plan_is_taken_or_the_reason_is_
         found = fit(_model(), sample, CODES)
         assert found.chosen.name == "exact"
         assert message in str(found)
-    with pytest.raises(ValueError, match="has 1 examples; pass 4 or more; the budget is .*, and exact gradients take"):
+    with pytest.raises(ValueError, match="has 1 examples .*; pass 4 or more; the budget .*, and exact gradients take"):
         fit(model, one_example, CODES, allow="code")
     with pytest.raises(ValueError, match="which may have too few rows"):
         fit(model, tuple(tensor[:256] for tensor in batch), "60%", allow="code")
