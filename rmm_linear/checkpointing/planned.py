@@ -113,7 +113,7 @@ class PlannedStep:
             if not self._is_whole or is_recompile_limit(error):
                 self._warn(reason_of(error))
                 return self._function(*args, **kwargs)
-            # an exception of the function's own, as for a bad batch, is raised here, and leaves the plan as it is
+            # where the function itself raises, as for a bad batch, its exception leaves the plan as it is
             result = self._function(*args, **kwargs) if (is_own := is_own_error(error)) else None
             if not _is_sharded(self._model):
                 self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")
