@@ -113,7 +113,7 @@ class PlannedStep:
             if not self._is_whole or is_recompile_limit(error):
                 self._warn(reason_of(error))
                 return self._function(*args, **kwargs)
-            # where the function itself raises, as for a bad batch, its exception leaves the plan as it is
+            # a bad batch makes the function raise here as well: the caller sees that exception, and the plan stays
             result = self._function(*args, **kwargs) if (is_own := is_own_error(error)) else None
             if not _is_sharded(self._model):
                 self._warn(reason_of(error), "is no longer one graph, and its parts are planned one by one")

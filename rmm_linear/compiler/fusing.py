@@ -16,19 +16,17 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from torch import Tensor, fx
 
 from rmm_linear.compiler.fake_memory import tensors_of
-from rmm_linear.compiler.rewrites.step import Step
+from rmm_linear.compiler.rewrites.step import UNTAGGED, Step
 from rmm_linear.compiler.torch_private import fake_mode_of
 
-# Elementwise, and without the tag.
+# Elementwise ops without the tag, and ops of indices.
 _LOOPS = {
-    torch.ops.aten._to_copy.default,
+    *UNTAGGED,
     torch.ops.aten.full.default,
     torch.ops.aten.arange.default,
     torch.ops.aten.arange.start_step,
     torch.ops.aten.constant_pad_nd.default,
     torch.ops.aten.index.Tensor,
-    torch.ops.aten.mish_backward.default,
-    torch.ops.aten.softplus_backward.default,
 }
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16

@@ -26,16 +26,11 @@ from rmm_linear.compiler.rewrites import codes
 from rmm_linear.compiler.rewrites.coded import Code, Shape
 from rmm_linear.compiler.rewrites.editing import Editor
 from rmm_linear.compiler.rewrites.readings import Reading, Readings, Rewrite
-from rmm_linear.compiler.rewrites.step import FLOATS, Read, Step, shape_of
+from rmm_linear.compiler.rewrites.step import FLOATS, UNTAGGED, Read, Step, shape_of
 from rmm_linear.compiler.torch_private import decompositions
 from rmm_linear.planning.graph import reached
 
 aten = torch.ops.aten
-# Elementwise, and without the tag.
-_ELEMENTWISE = {
-    *(aten._to_copy.default, aten.detach.default),
-    *(aten.mish_backward.default, aten.softplus_backward.default),
-}
 # The part of s^2 f'' that is subtracted. 8 bits need it too: an outlier sets the step of its column, and where other
 # inputs are small the bias would be much of f.
 _BEND = 1 / 24
@@ -208,7 +203,7 @@ def _root(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> fx.Node:
 def _is_elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     is_random = torch.Tag.nondeterministic_seeded in tags
-    is_known = torch.Tag.pointwise in tags or node.target in _ELEMENTWISE
+    is_known = torch.Tag.pointwise in tags or node.target in UNTAGGED or node.target is aten.detach.default
     return isinstance(node.meta.get("val"), Tensor) and not is_random and is_known
 
 

@@ -33,6 +33,8 @@ _CONSTANTS = re.compile(r"aten\.(new_\w+\.|\w+_like\.|fill\.Scalar|zero\.|bernou
 _LINEAR_LIBRARIES = {"rmm_linear", *COLLECTIVES}
 # Types of `grad_fn` where autograd has no formula.
 _UNKNOWN = {"NoneType", "NotImplemented"}
+# Elementwise, and without torch's tag.
+UNTAGGED = {getattr(torch.ops.aten, name).default for name in ("_to_copy", "mish_backward", "softplus_backward")}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
