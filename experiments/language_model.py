@@ -31,6 +31,7 @@ from experiments import provenance
 from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser
 from experiments.glue.evidence import Average
+from experiments.glue.settings import BITS
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
 from rmm_linear.memory import SavedTensors
@@ -49,10 +50,12 @@ _SKETCHES: dict[str, RMMConfig] = {
     "hadamard at 0.8 in int2": RMMConfig(ratio=0.8, storage="int2"),
     "int4": RMMConfig(ratio=1.0, storage="int4"),
 }
-# 4 bits for activations alone change nothing here: a gated SiLU keeps 8.
-_CODES: dict[str, Any] = {"8 bits": 8, "4 bits": 4}
 _EXACT = "exact"
-METHODS = (_EXACT, *_SKETCHES, *_CODES)
+# Options of the backend of torch.compile.
+_COMPILED: dict[str, dict[str, Any]] = {"exact, compiled": {"budget": "100%"}} | {
+    f"{name} bits": {"bits": bits} for name, bits in BITS.items()
+}
+METHODS = (_EXACT, *_SKETCHES, *_COMPILED)
 
 
 def read_text() -> Tensor:
@@ -89,8 +92,8 @@ def new_model(seed: int) -> LlamaForCausalLM:
 def _prepare(model: nn.Module, method: str) -> None:
     if method in _SKETCHES:
         convert_linears(model, config=_SKETCHES[method])
-    elif method in _CODES:
-        model.compile(backend="rmm_linear", options={"bits": _CODES[method]})
+    elif method in _COMPILED:
+        model.compile(backend="rmm_linear", options=_COMPILED[method])
 
 
 def _rate_at(step: int, learning_rate: float) -> float:
@@ -153,7 +156,7 @@ def _kept_bytes(model: nn.Module, method: str, batch: dict[str, Tensor]) -> int:
     with SavedTensors(model) as kept:
         loss = model(**batch).loss
     assert loss.requires_grad
-    return plans(model)[0].planned.forward_bytes if method in _CODES else int(kept.bytes)
+    return plans(model)[0].planned.forward_bytes if method in _COMPILED else int(kept.bytes)
 
 
 def _noise_at(step: int, model: nn.Module, text: Tensor) -> dict[str, float]:
@@ -186,15 +189,19 @@ def _run_missing(methods: Sequence[str], seeds: int, rates: Sequence[float]) -> 
 
 
 def _of_method(rows: Sequence[dict[str, Any]], method: str) -> dict[int, dict[str, Any]]:
+    """The last run of each seed."""
     return {row["seed"]: row for row in rows if row["method"] == method and row["learning_rate"] == _LEARNING_RATE}
 
 
 def _differences(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
-    exact = _of_method(rows, _EXACT)
-    own = _of_method(rows, method)
-    return [
-        own[seed]["validation"][-1][1] - exact[seed]["validation"][-1][1] for seed in sorted(own.keys() & exact.keys())
-    ]
+    """Differences to exact runs of the same seed and processor."""
+    found = []
+    for seed, row in sorted(_of_method(rows, method).items()):
+        cpu = row["hardware"]["cpu"]
+        exact = _of_method([each for each in rows if each["hardware"]["cpu"] == cpu], _EXACT)
+        if seed in exact:
+            found.append(row["validation"][-1][1] - exact[seed]["validation"][-1][1])
+    return found
 
 
 def _noise(row: dict[str, Any]) -> float:
