@@ -35,7 +35,7 @@ def commit() -> dict[str, Any]:
     """
     try:
         head = _git("rev-parse", "HEAD")
-        ignored = [f":!experiments/{folder}" for folder in ("glue/configs", "*/results")]
+        ignored = [f":!experiments/{folder}" for folder in ("glue/configs", "results", "*/results")]
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignored)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "modified": None}
