@@ -1,11 +1,13 @@
 """A small Llama from scratch on packed text: the loss of a language model over the noise in its gradient.
 
     python -m experiments.language_model            # every run that is missing, then the table and the figure
+    python -m experiments.language_model --times    # times of steps, by turns
     python -m experiments.language_model --report   # table and figure of the rows that are there
 
 The text is the standard library of the Python that runs this, byte by byte: no data is needed. All methods of a seed
 have the same initial weights and the same batches. Each finished run is a line of `results/language_model.jsonl`, and
-is not run again. The learning rate was chosen for exact layers (`--methods exact --seeds 1 --rates 5e-4 1e-3 2e-3`).
+is not run again, unless `--results` names another folder. The learning rate was chosen for exact layers (`--methods
+exact --seeds 1 --rates 5e-4 1e-3 2e-3`).
 """
 
 from __future__ import annotations
@@ -29,19 +31,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import provenance
 from experiments.blocks import table
+from experiments.checkpointing.instruments import interleaved
 from experiments.command_line import HarnessError, Parser
+from experiments.glue.comparison import Quantiles
 from experiments.glue.evidence import Average
 from experiments.glue.settings import BITS
+from experiments.provenance import origin
+from experiments.rows import read_rows as read_csv
+from experiments.rows import write_rows
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
 
 RESULTS = Path(__file__).parent / "results"
-ROWS, FIGURE = RESULTS / "language_model.jsonl", RESULTS / "language_model.png"
+ROWS, TIMES, FIGURE = "language_model.jsonl", "language_model_times.csv", "language_model.png"
 SEEDS, STEPS, SEQUENCES, LENGTH = 3, 1000, 16, 128
 _LEARNING_RATE = 1e-3
 _WARM_UP, _EVERY, _VALIDATED, _NOISE_BATCHES = 50, 100, 16, 8
+_TIMED_ROUNDS = 21
 
 _SKETCHES: dict[str, RMMConfig] = {
     "gaussian at 0.1, the paper's": RMMConfig(ratio=0.1, sketch="gaussian", center=False),
@@ -152,6 +160,32 @@ def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict
     }
 
 
+def time_all(folder: Path) -> None:
+    """Time training steps of all methods by turns, in one thread."""
+    batch = next(batches(read_text(), seed=0))
+    steps = {}
+    for method in METHODS:
+        torch._dynamo.reset()
+        model = new_model(0)
+        _prepare(model, method)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        # the first step compiles
+        step()
+        steps[method] = step
+    seconds = dict(zip(steps, interleaved(list(steps.values()), _TIMED_ROUNDS), strict=True))
+    rows = []
+    for method, times in seconds.items():
+        found = Quantiles.of([time / exact for time, exact in zip(times, seconds[_EXACT], strict=True)])
+        rows.append({"method": method, "time": found.median, "time_q20": found.low, "time_q80": found.high, **origin()})
+    write_rows(folder / TIMES, rows)
+
+
 def _kept_bytes(model: nn.Module, method: str, batch: dict[str, Tensor]) -> int:
     with SavedTensors(model) as kept:
         loss = model(**batch).loss
@@ -173,17 +207,23 @@ def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
     return loss
 
 
-def read_rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()] if ROWS.is_file() else []
+def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    path = folder / ROWS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def _run_missing(methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
+def read_times(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    return read_csv(folder / TIMES) if (folder / TIMES).exists() else []
+
+
+def _run_missing(folder: Path, methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     for key in ((method, seed, rate) for seed in range(seeds) for method in methods for rate in rates):
-        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows()):
+        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows(folder)):
             continue
         torch._dynamo.reset()
         row = train(*key)
-        with ROWS.open("a", encoding="utf-8") as file:
+        with (folder / ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{key[0]}, seed {key[1]}, rate {key[2]:g}: {row['validation'][-1][1]:.4f}", flush=True)
 
@@ -208,7 +248,7 @@ def _noise(row: dict[str, Any]) -> float:
     return statistics.fmean(each["ratio"] for each in row["noise"])
 
 
-def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
+def language_model_table(rows: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]] = ()) -> str:
     """Write the table of validation losses, in Markdown.
 
     Raises:
@@ -223,6 +263,7 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
             " in separate files"
         )
     lines = []
+    time_of = {row["method"]: row["time"] for row in times}
     for method in METHODS:
         own = _of_method(rows, method)
         if not own:
@@ -237,22 +278,25 @@ def language_model_table(rows: Sequence[dict[str, Any]]) -> str:
             [
                 method,
                 f"{100 * kept:.0f} %",
+                f"{time_of[method]:.2f}" if method in time_of else "-",
                 "0" if method == _EXACT else f"{statistics.fmean(map(_noise, own.values())):.2g}",
                 ", ".join(f"{own[seed]['validation'][-1][1]:.4f}" for seed in sorted(own)),
                 difference,
             ]
         )
     first = next(iter(exact.values()))
+    where = f", on {times[0]['hardware']}" if times else ""
     shown = [row for method in METHODS for row in _of_method(rows, method).values()]
     return (
-        table(["method", "keeps", "noise", "validation loss of each seed", "minus exact"], lines)
+        table(["method", "keeps", "time of a step", "noise", "validation loss of each seed", "minus exact"], lines)
         + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; the last"
         " column is the mean difference between runs of the same seed ± half of its 95 % interval. For"
         " codes, the plan counts the kept bytes at the end of the forward pass. Noise: the variance that the method"
         " adds to the whole gradient over the minibatch's own, mean of three times in the training."
         f" {first['hardware']['cpu']}, torch {first['versions']['torch']}; {len(shown)} runs of"
         f" {len({row['commit'] for row in shown})} commits, {sum(row['modified'] for row in shown)} of them with"
-        " changes. The table has no times, for times of one method differ up to fourfold."
+        " changes. Times are medians of steps by turns in one thread, over exact's"
+        f"{where}."
     )
 
 
@@ -288,15 +332,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to this number - 1")
     parser.add_argument("--rates", nargs="+", type=float, default=[_LEARNING_RATE], help="learning rates")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows and the figure")
+    parser.add_argument("--times", action="store_true", help="time steps, and train nothing")
     parser.add_argument("--report", action="store_true", help="run nothing")
 
     def work(options: argparse.Namespace) -> None:
-        if not options.report:
-            torch.set_num_threads(1)
-            _run_missing(options.methods, options.seeds, options.rates)
-        rows = read_rows()
-        draw(rows, FIGURE)
-        print(language_model_table(rows))
+        torch.set_num_threads(1)
+        if options.times:
+            time_all(options.results)
+        elif not options.report:
+            _run_missing(options.results, options.methods, options.seeds, options.rates)
+        rows = read_rows(options.results)
+        draw(rows, options.results / FIGURE)
+        print(language_model_table(rows, read_times(options.results)))
 
     return parser.run(work, arguments)
 

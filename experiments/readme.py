@@ -15,6 +15,7 @@ from experiments.glue import cached_norms, peers, sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
 from experiments.language_model import language_model_table
 from experiments.language_model import read_rows as language_model_rows
+from experiments.language_model import read_times as language_model_times
 from experiments.memory.report import FILE, summary_table
 from experiments.peers import peers_table
 from experiments.rows import read_rows
@@ -83,7 +84,7 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         DOCS / "budget.md": budget,
         DOCS / "compare.md": {"peers": peers_table, "fine-tuned peers": peers.peers_table},
         DOCS / "noise.md": {
-            "language model": lambda: language_model_table(language_model_rows()),
+            "language model": lambda: language_model_table(language_model_rows(), language_model_times()),
             "cached norms": cached_norms.cached_norms_table,
         },
     }

@@ -2,6 +2,7 @@
 
     python -m experiments.glue.peers --model MODEL --data GLUE --fewbit FEWBIT --wtacrs WTACRS --gact GACT
     python -m experiments.glue.peers ... --time
+    python -m experiments.glue.peers ... --results FOLDER --peer "WTA-CRS at 0.1" --tasks mrpc --seeds 0
 
 FEWBIT, WTACRS and GACT are checkouts (`experiments.peers` has two of the addresses; the third is
 https://github.com/LiuXiaoxuanPKU/GACT-ICML). Their code is loaded from these folders, and nothing of it is part of this
@@ -93,6 +94,8 @@ def run_all(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for task in options.tasks:
             for peer in peers(options):
+                if options.peer not in (None, peer.name):
+                    continue
                 rows = read_rows(path) if path.exists() else []
                 done = [row for row in rows if row["peer"] == peer.name]
                 # a peer that ends with an error and no score has one row
@@ -154,11 +157,16 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         for each in results
         if each["config"]["method"] == EXACT
     }
+    # of one task, for the share depends on the lengths of its texts, and some peers have runs of one task
+    kept_by_ours = {
+        each.name: each.kept for each in evidence_of([each for each in results if each["config"]["task"] == tasks[0]])
+    }
     lines = []
     for found in evidence_of(results):
         if found.name in _OURS:
             cells = [difference_cell(found.differences.get(task, ())) for task in tasks]
-            lines.append([f"rmm_linear: {found.name}", *cells, percent(found.kept), _time_cell(times, found.name), ""])
+            kept_share = percent(kept_by_ours.get(found.name))
+            lines.append([f"rmm_linear: {found.name}", *cells, kept_share, _time_cell(times, found.name), ""])
     commits = {row["peer"]: row["peer_commit"] for row in rows}
     for name in dict.fromkeys([*commits, *(name for name in times if name not in (EXACT, *_OURS))]):
         own = [row for row in rows if row["peer"] == name]
@@ -167,7 +175,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
             task: [100 * (row["score"] - exact[task, row["seed"]]) for row in scored if row["task"] == task]
             for task in tasks
         }
-        kept = [row["kept"] for row in own if row["kept"] is not None]
+        kept = [row["kept"] for row in own if row["kept"] is not None and row["task"] == tasks[0]]
         lines.append(
             [
                 f"{name} ({commits[name]})" if commits.get(name) else name,
@@ -177,7 +185,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
                 next((row["error"] for row in own if row["error"]), ""),
             ]
         )
-    header = ["method", *tasks, "keeps", "time of a step", "error"]
+    header = ["method", *tasks, f"keeps ({tasks[0]})", "time of a step", "error"]
     made_by = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
         f"{table(header, lines)}\n\nA task's column has the points by which a method scores more than exact layers of"
@@ -204,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gact", type=Path, required=True, help="checkout of GACT")
     parser.add_argument("--tasks", nargs="+", default=["mrpc", "rte"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--peer", help="run this one alone, by its name in the rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--time", action="store_true", help="measure the time of steps, and train nothing")
 

@@ -1,6 +1,7 @@
 """The study: learning rate and epochs tuned for exact layers, then every method with these, seed by seed.
 
     HF_HUB_OFFLINE=1 python -m experiments.glue.study --data GLUE --model MODEL     # or: make study
+    ... --again mrpc-codes-8-seed0      # one run once more, whose score is printed beside the row's
 
 `configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
 is tried with (seed 0), and the choice goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
@@ -214,16 +215,33 @@ def work_through(study: Study) -> int:
             time.sleep(_WAIT_SECONDS)
 
 
+def run_again(study: Study, name: str) -> None:
+    """Do one run of the study once more, and print its score beside the rows'; no row is written."""
+    from .training import execute
+
+    runs = {run.name: run for file, run in study.plan() if file == ROWS}
+    if name not in runs:
+        raise HarnessError(f"the study has no run {name!r}; its runs are {', '.join(sorted(runs))}")
+    score = execute(runs[name], study.work / "again", force=True)["final"]["score"]
+    scores = [
+        f"{row['final']['score']:.4f} on {row['hardware']['device']}" for row in study.rows(ROWS) if row["name"] == name
+    ]
+    print(f"{name}: score {score:.4f}; in the rows {', '.join(scores) or 'none'}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m experiments.glue.study", description=__doc__.partition("\n")[0])
     parser.add_argument("--data", help="folder in the official GLUE layout")
     parser.add_argument("--model", help="folder that from_pretrained reads")
     parser.add_argument("--config", default="study", help="configuration, by name or path (default: study)")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "study")
+    parser.add_argument("--again", metavar="NAME", help="do the run of this name once more")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "study", help="locks and checkpoints")
 
-    def work(options: argparse.Namespace) -> int:
+    def work(options: argparse.Namespace) -> int | None:
         study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
+        if options.again is not None:
+            return run_again(study, options.again)
         return min(work_through(study), 1)
 
     os.nice(19)
