@@ -34,8 +34,10 @@ LAYER = {
 }
 # The step on a GPU that others are compared with: torch.compile with checkpoints in each block.
 CHECKPOINTED = "both"
-# A plan that takes no time takes at most so much of the eager step's.
-NO_TIME = 1.02
+CHECKPOINTING = "checkpointing in each block"
+_EXACT_WAYS = (EAGER, COMPILED, CHECKPOINTING, CHECKPOINTED, "budget 60%")
+_COMPARED = "(for comparison)"
+_BLOCKS, _COMPILED_BLOCKS = "`torch.utils.checkpoint` in each block", "the same under `torch.compile`"
 _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
 _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
@@ -46,24 +48,31 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
     eager = next(row for row in rows if (row["method"], row["setting"]) == (EAGER, ""))
     blocks = {row["method"]: row for row in rows if row["setting"] == BLOCKS}
     least_bytes = min(row["peak_bytes"] for row in blocks.values())
-    steps = [
-        ("exact gradients, no time lost", _PLAN, _least(rows, eager["step_s"] * NO_TIME)),
-        ("exact gradients, little memory", _PLAN, _fastest(rows, INDUCTOR, least_bytes)),
-        ("the same, bit for bit", "`checkpoint_model(model, batch, budget=...)`", _fastest(rows, EXACT, least_bytes)),
-        ("(for comparison)", "`torch.utils.checkpoint` in each block", blocks[EAGER]),
-        ("(for comparison)", "the same under `torch.compile`", blocks[COMPILED]),
-    ]
     coded = {row["method"]: row for row in read_rows(checkpointing / "codes.csv") if row["model"] == CODED}
     first = coded[EAGER]
-    fits = [
-        ("a step that fits, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
-        for budget in FITTED
+    steps = [
+        *(
+            ("a step that fits, by one call", f'`fit(model, batch, budget="{budget}")`', coded[f"fit {budget}"])
+            for budget in FITTED
+        ),
+        ("little memory, hardly any noise", _CODES, coded["8 bits"]),
+        ("exact gradients, little time", _PLAN, coded["budget 60%"]),
+        (_COMPARED, "`torch.compile`", coded[COMPILED]),
+        (_COMPARED, _BLOCKS, coded[CHECKPOINTING]),
+        (_COMPARED, _COMPILED_BLOCKS, coded[CHECKPOINTED]),
+        ("exact gradients, little memory", _PLAN, _fastest(rows, INDUCTOR, least_bytes)),
+        ("the same, bit for bit", "`checkpoint_model(model, batch, budget=...)`", _fastest(rows, EXACT, least_bytes)),
+        (_COMPARED, _BLOCKS, blocks[EAGER]),
+        (_COMPARED, _COMPILED_BLOCKS, blocks[COMPILED]),
     ]
+    config, (coded_layers, width) = json.loads(eager["config"]), size_of(first)
+    sizes = f"{coded_layers} x {width}", f"{config['num_hidden_layers']} x {config['hidden_size']}"
     lines = []
-    for want, call, row in (*fits, *steps, ("little memory, hardly any noise", _CODES, coded["8 bits"])):
-        of, noise = (first, f"{row['error'] ** 2:.1g}") if row in coded.values() else (eager, "none")
+    for want, call, row in steps:
+        of, size = (first, sizes[0]) if row in coded.values() else (eager, sizes[1])
+        variance = "none" if row["method"] in _EXACT_WAYS or of is eager else f"{row['error'] ** 2:.1g}"
         peak, took = (row[name] / of[name] for name in ("peak_bytes", "step_s"))
-        lines.append([want, call, f"peak {100 * peak:.0f} %", f"{took:.2f}", noise])
+        lines.append([want, call, size, f"peak {100 * peak:.0f} %", f"{took:.2f}", variance])
     kept = {(row["model"], method_name(row)): row["of_exact"] for row in read_rows(memory)}
     noise = {
         (row["ratio"], row["storage"]): row["relative_variance"]
@@ -74,26 +83,32 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
     layers = [
         ("eager mode, hardly any noise", '`RMMConfig(ratio=1.0, storage="int8")`', KEPT, 1.0, "int8", "-"),
         ("eager mode, less memory", '`RMMConfig(ratio=1.0, storage="int4")`', KEPT, 1.0, "int4", "-"),
-        ("eager mode, no time lost", "`convert_linears(model, ratio=0.5)`", KEPT, 0.5, None, _layer_time(benchmarks)),
+        (
+            "on a CPU, no time lost",
+            "`convert_linears(model, ratio=0.5)`",
+            KEPT,
+            0.5,
+            None,
+            _layer_time(benchmarks),
+        ),
         ("LoRA", '`RMMConfig(ratio=1.0, storage="int8")` for `lora_A`', KEPT_WITH_LORA, 1.0, "int8", "-"),
     ]
     for want, call, model, ratio, storage, time in layers:
         share = kept[model, method_name({"method": "rmm_linear", "ratio": ratio, "storage": storage})]
         variance = f"{noise[ratio, storage]:.2g}" if model == KEPT else "-"
-        lines.append([want, call, f"keeps {100 * share:.0f} %", time, variance])
-    config, (coded_layers, width) = json.loads(eager["config"]), size_of(first)
+        lines.append([want, call, model, f"keeps {100 * share:.0f} %", time, variance])
     told = (
-        "The peak and the time of a whole step are divided by the peak and the time of the eager step. The model is a"
-        f" RoBERTa of {config['num_hidden_layers']} layers of {config['hidden_size']}, batch {eager['batch']} x"
-        f" {eager['size']}, {eager['hardware']}, torch {eager['torch']}; with `fit` and codes it is a RoBERTa of"
-        f" {coded_layers} layers of {width}, batch {first['batch']} x {first['size']}, {first['hardware']}, and the"
-        " noise is the variance of the whole gradient over the gradient's square."
-        f' "Keeps" divides the bytes kept for the backward pass by the bytes that {KEPT} ({KEPT_WITH_LORA} with LoRA)'
-        " keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided by the time of"
+        "The peak and the time of a whole step are divided by the peak and the time of the eager step. The column"
+        f' "measured on" has layers x width of a RoBERTa, batch {first["batch"]} x {first["size"]} for {sizes[0]} and'
+        f" {eager['batch']} x {eager['size']} for {sizes[1]}, {first['hardware']}, torch {first['torch']}. Steps of one"
+        " model were timed by turns; the two models do not compare. The noise of a step is the variance of the whole"
+        f' gradient over the gradient\'s square. "Keeps" divides the bytes kept for the backward pass by the bytes that'
+        " the model keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided by the time of"
         " `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's square, a mean of 36"
         " layers on MRPC. [docs/results.md](docs/results.md) has more measurements."
     )
-    return f"{table(['you want', 'call', 'memory', 'time', 'noise'], lines)}\n\n{told}"
+    header = ["you want", "call", "measured on", "memory", "time", "noise"]
+    return f"{table(header, lines)}\n\n{told}"
 
 
 def gpu_table(checkpointing: Path) -> str:
@@ -131,11 +146,6 @@ def _on_gpu(row: Mapping[str, Any]) -> tuple[float, float]:
 def _gpu_cell(way: str, time: float, activations: float) -> str:
     _, _, budget = way.partition(" ")
     return f"{time:.2f}, {activations:.2f}" + (f" ({budget})" if budget.endswith("%") else "")
-
-
-def _least(rows: Sequence[dict[str, Any]], most_s: float) -> Mapping[str, Any]:
-    fast = [row for row in rows if row["method"] == INDUCTOR and (row["step_s"] or math.inf) <= most_s]
-    return min(fast, key=lambda row: row["peak_bytes"])
 
 
 def _fastest(rows: Sequence[dict[str, Any]], method: str, most_bytes: int) -> Mapping[str, Any]:
