@@ -5,6 +5,7 @@ import json
 import pytest
 from official_layout import write_official_folder
 
+from experiments.command_line import HarnessError
 from experiments.glue import study as study_module
 from experiments.glue import training
 from experiments.glue.settings import load_named_config
@@ -73,8 +74,29 @@ def test_a_run_that_another_process_does_is_left_to_it(tiny_study, monkeypatch):
     assert len(done) == 2 + 5
 
 
+def test_a_run_is_done_again_and_its_row_stays(tiny_study, monkeypatch, capsys):
+    (run,) = (run for file, run in tiny_study.plan() if run.name == "demo-exact-seed1" and file == ROWS)
+    write_row(tiny_study, ROWS, run)
+    rows = tiny_study.rows(ROWS)
+    forced = []
+
+    def execute(settings, folder, *, force):
+        forced.append((settings, force))
+        return {"final": {"score": 0.75}}
+
+    monkeypatch.setattr(training, "execute", execute)
+    study_module.run_again(tiny_study, "demo-exact-seed1")
+    assert capsys.readouterr().out == "demo-exact-seed1: score 0.7500; in the rows 0.5000 on cpu\n"
+    assert (forced, tiny_study.rows(ROWS)) == ([(run, True)], rows)
+    with pytest.raises(
+        HarnessError, match="no run 'demo-exact'; its runs are demo-exact-seed0, demo-exact-seed1, demo-h"
+    ):
+        study_module.run_again(tiny_study, "demo-exact")
+
+
 def write_row(study, file, run):
     row = {"name": run.name, "config": run.recorded(), "status": "complete", "final": {"score": 0.5}, "wall_seconds": 1}
+    row["hardware"] = {"device": "cpu"}
     study.results.mkdir(exist_ok=True)
     with (study.results / file).open("a") as lines:
         lines.write(json.dumps(row) + "\n")
