@@ -45,7 +45,7 @@ help:
 	@echo "make gpu    what only a GPU can say, within 8 minutes: layer, kernels, memory, tests, fine-tuning"
 	@echo "make readme fill the tables of README.md and docs from the committed results"
 	@echo "make docs   README.md, docs/ and the docstrings as a site, in build/site"
-	@echo "make report docs/results.md as one HTML file with its figures, in build/results.html"
+	@echo "make report the measurements of docs/ as one HTML file with its figures, in build/results.html"
 	@echo "make clean  remove the virtual environment and the caches"
 
 venv: $(STAMP)

@@ -1,4 +1,4 @@
-"""docs/results.md as one HTML file with its figures inside: `make report` writes build/results.html."""
+"""The measurements of docs/ as one HTML file with its figures inside: `make report` writes build/results.html."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import markdown
 
 _ROOT = Path(__file__).parent.parent
+_DOCS = _ROOT / "docs"
+_PAGES = ("results", "noise", "codes", "budget", "gpu", "compare")
 _STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
@@ -18,14 +20,15 @@ img { max-width: 100% }
 """
 
 
-def page_of(source: Path) -> str:
-    """Return a page that needs no other file: figures are part of it, and links to other files are plain text."""
+def page_of(names: tuple[str, ...]) -> str:
+    """Join pages into one that needs no other file: figures are part of it, and links to other files are plain text."""
 
     def embedded(match: re.Match[str]) -> str:
-        figure = base64.b64encode((source.parent / match[1]).read_bytes()).decode()
+        figure = base64.b64encode((_DOCS / match[1]).read_bytes()).decode()
         return f'src="data:image/png;base64,{figure}"'
 
-    body = markdown.markdown(source.read_text("utf-8"), extensions=["tables", "fenced_code", "toc"])
+    text = "\n\n".join((_DOCS / f"{name}.md").read_text("utf-8") for name in names)
+    body = markdown.markdown(text, extensions=["tables", "fenced_code", "toc"])
     body = re.sub(r'src="([^":]+\.png)"', embedded, body)
     body = re.sub(r'<a href="(?!http|#)[^"]*">(.*?)</a>', r"\1", body)
     head = f'<meta charset="utf-8"><title>rmm_linear: results</title><style>{_STYLE}</style>'
@@ -34,4 +37,4 @@ def page_of(source: Path) -> str:
 
 if __name__ == "__main__":
     (_ROOT / "build").mkdir(exist_ok=True)
-    (_ROOT / "build" / "results.html").write_text(page_of(_ROOT / "docs" / "results.md"), "utf-8")
+    (_ROOT / "build" / "results.html").write_text(page_of(_PAGES), "utf-8")
