@@ -31,7 +31,8 @@ KEYS = [draw_keys(seed, 4) for seed in SEEDS]
 def test_a_reading_has_the_tensor_as_its_mean_and_the_variance_of_the_closed_form(rows, bits):
     torch.manual_seed(0)
     layout = Layout.of(rows, 9)
-    x = torch.randn(rows, 9) * torch.logspace(-2, 2, 9)
+    # of a transposed matrix, whose code lies transposed too
+    x = torch.randn(9, rows).T * torch.logspace(-2, 2, 9)
     total, squares, draws = torch.zeros(rows, 9), torch.zeros(rows, 9), 600
     for _ in range(draws):
         key = draw_keys(torch.randint(-(2**62), 2**62, ()), 4)[3]

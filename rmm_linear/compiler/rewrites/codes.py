@@ -184,7 +184,7 @@ def unpack(code: Tensor, bits: int) -> Tensor:
         return code
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device).view(1, count, 1, 1)
     parts = (code.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
-    return parts.view(code.shape[0], code.shape[1] * count, code.shape[2])
+    return parts.flatten(1, 2)
 
 
 def draw_keys(seed: Tensor, count: int) -> Tensor:
