@@ -17,15 +17,17 @@ class HarnessError(ValueError):
 class Parser(argparse.ArgumentParser):
     """A parser of an experiment's command line, which does the work as well."""
 
+    def __init__(self, about: str) -> None:
+        """Describe the command by the first line of a text, and name it as the module that runs."""
+        module = sys.modules["__main__"].__spec__
+        name = None if module is None else f"python -m {module.name}"
+        super().__init__(prog=name, description=about.partition("\n")[0], allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         raise HarnessError(f"{message}; see --help")
 
     def run(self, work: Callable[[argparse.Namespace], int | None], arguments: Sequence[str] | None = None) -> int:
-        """Parse the command line, and do the work with its options.
-
-        Returns:
-            The exit status: the work's or 0; after a `HarnessError` 2, and a line on stderr that names the mistake.
-        """
+        """Do the work with the options; return the work's exit status, or 2 after a `HarnessError`."""
         try:
             return work(self.parse_args(arguments)) or 0
         except HarnessError as error:
@@ -42,15 +44,10 @@ def add_models(parser: argparse.ArgumentParser, models: Sequence[Any]) -> None:
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
 
 
-def chosen(models: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """Return the models of these names, in the order of the experiment."""
-    return [model for model in models if model.name in names]
-
-
 def report_command(
     write_report: Callable[[Path], str], default: Path | None = None, arguments: Sequence[str] | None = None
 ) -> int:
     """Write the report of the results folder that a command line names, or of `default`, and print it."""
-    parser = Parser(description="Write tables and figures of a results folder into that folder.")
+    parser = Parser("Write tables and figures of a results folder into that folder.")
     parser.add_argument("folder", type=Path, nargs=None if default is None else "?", default=default)
     return parser.run(lambda options: print(write_report(options.folder)), arguments)

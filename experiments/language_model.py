@@ -10,11 +10,8 @@ is not run again, unless `--results` names another folder. The learning rate was
 exact --seeds 1 --rates 5e-4 1e-3 2e-3`).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
-import json
 import math
 import statistics
 import sys
@@ -34,11 +31,11 @@ from experiments.blocks import table
 from experiments.checkpointing.instruments import interleaved
 from experiments.command_line import HarnessError, Parser
 from experiments.glue.comparison import Quantiles
-from experiments.glue.evidence import Average
+from experiments.glue.evidence import mean_cell
 from experiments.glue.settings import BITS
 from experiments.provenance import origin
+from experiments.rows import append_json_line, read_json_lines, write_rows
 from experiments.rows import read_rows as read_csv
-from experiments.rows import write_rows
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
 from rmm_linear.memory import SavedTensors
@@ -64,6 +61,7 @@ _COMPILED: dict[str, dict[str, Any]] = {"exact, compiled": {"budget": "100%"}} |
     f"{name} bits": {"bits": bits} for name, bits in BITS.items()
 }
 METHODS = (_EXACT, *_SKETCHES, *_COMPILED)
+Rows = Sequence[dict[str, Any]]
 
 
 def read_text() -> Tensor:
@@ -111,11 +109,7 @@ def _rate_at(step: int, learning_rate: float) -> float:
 
 
 def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict[str, Any]:
-    """Train one model.
-
-    Returns:
-        The row: losses, noise, bytes and times, and where it ran.
-    """
+    """Train one model; return its row: losses, noise, bytes and times, and where it ran."""
     text = read_text()
     border = len(text) * 19 // 20
     training = batches(text[:border], seed)
@@ -124,10 +118,8 @@ def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict
     model = new_model(seed)
     _prepare(model, method)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    losses: list[float] = []
-    seconds: list[float] = []
-    curve: list[tuple[int, float]] = []
-    noise: list[dict[str, float]] = []
+    losses, seconds = list[float](), list[float]()
+    curve, noise = list[tuple[int, float]](), list[dict[str, float]]()
     kept_bytes = _kept_bytes(model, method, validation[0])
     for step in range(STEPS):
         if step in (STEPS // 4, STEPS // 2, STEPS * 3 // 4):
@@ -208,8 +200,7 @@ def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
 
 
 def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    path = folder / ROWS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    return read_json_lines(folder / ROWS)
 
 
 def read_times(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -217,43 +208,40 @@ def read_times(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def _run_missing(folder: Path, methods: Sequence[str], seeds: int, rates: Sequence[float]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for key in ((method, seed, rate) for seed in range(seeds) for method in methods for rate in rates):
         if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows(folder)):
             continue
         torch._dynamo.reset()
         row = train(*key)
-        with (folder / ROWS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_json_line(folder / ROWS, row)
         print(f"{key[0]}, seed {key[1]}, rate {key[2]:g}: {row['validation'][-1][1]:.4f}", flush=True)
 
 
-def _of_method(rows: Sequence[dict[str, Any]], method: str) -> dict[int, dict[str, Any]]:
+def _of_method(rows: Rows, method: str) -> dict[int, dict[str, Any]]:
     """The last run of each seed."""
     return {row["seed"]: row for row in rows if row["method"] == method and row["learning_rate"] == _LEARNING_RATE}
 
 
-def _differences(rows: Sequence[dict[str, Any]], method: str) -> list[float]:
+def _differences(rows: Rows, method: str) -> list[float]:
     """Differences to exact runs of the same seed and processor."""
     found = []
     for seed, row in sorted(_of_method(rows, method).items()):
-        cpu = row["hardware"]["cpu"]
-        exact = _of_method([each for each in rows if each["hardware"]["cpu"] == cpu], _EXACT)
+        exact = _of_method([each for each in rows if each["hardware"]["cpu"] == row["hardware"]["cpu"]], _EXACT)
         if seed in exact:
-            found.append(row["validation"][-1][1] - exact[seed]["validation"][-1][1])
+            found.append(_last_loss(row) - _last_loss(exact[seed]))
     return found
+
+
+def _last_loss(row: dict[str, Any]) -> float:
+    return float(row["validation"][-1][1])
 
 
 def _noise(row: dict[str, Any]) -> float:
     return statistics.fmean(each["ratio"] for each in row["noise"])
 
 
-def language_model_table(rows: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]] = ()) -> str:
-    """Write the table of validation losses, in Markdown.
-
-    Raises:
-        HarnessError: If there is no run of exact layers, or runs had different texts.
-    """
+def language_model_table(rows: Rows, times: Rows = ()) -> str:
+    """Return the table of validation losses."""
     exact = _of_method(rows, _EXACT)
     if not exact:
         raise HarnessError("there is no run of exact layers; run python -m experiments.language_model --methods exact")
@@ -270,18 +258,15 @@ def language_model_table(rows: Sequence[dict[str, Any]], times: Sequence[dict[st
             continue
         one = next(iter(own.values()))
         kept = one["kept_bytes"] / next(iter(exact.values()))["kept_bytes"]
-        difference = ""
-        if method != _EXACT and (differences := _differences(rows, method)):
-            average = Average.of([differences])
-            difference = f"{statistics.fmean(differences):+.4f}" + ("" if average is None else f" ± {average.half:.4f}")
+        differences = _differences(rows, method) if method != _EXACT else []
         lines.append(
             [
                 method,
                 f"{100 * kept:.0f} %",
                 f"{time_of[method]:.2f}" if method in time_of else "-",
                 "0" if method == _EXACT else f"{statistics.fmean(map(_noise, own.values())):.2g}",
-                ", ".join(f"{own[seed]['validation'][-1][1]:.4f}" for seed in sorted(own)),
-                difference,
+                ", ".join(f"{_last_loss(own[seed]):.4f}" for seed in sorted(own)),
+                mean_cell(differences, 4) if differences else "",
             ]
         )
     first = next(iter(exact.values()))
@@ -293,14 +278,14 @@ def language_model_table(rows: Sequence[dict[str, Any]], times: Sequence[dict[st
         " column is the mean difference between runs of the same seed ± half of its 95 % interval. For"
         " codes, the plan counts the kept bytes at the end of the forward pass. Noise: the variance that the method"
         " adds to the whole gradient over the minibatch's own, mean of three times in the training."
-        f" {first['hardware']['cpu']}, torch {first['versions']['torch']}; {len(shown)} runs of"
+        f" {' and '.join(sorted({row['hardware']['cpu'] for row in shown}))}, torch {first['versions']['torch']}; {len(shown)} runs of"
         f" {len({row['commit'] for row in shown})} commits, {sum(row['modified'] for row in shown)} of them with"
         " changes. Times are medians of steps by turns in one thread, over exact's"
         f"{where}."
     )
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Rows, path: Path) -> None:
     """Draw the training losses, and the differences in validation loss over the noise."""
     figure = Figure(figsize=(10.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -314,40 +299,33 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         if method != _EXACT:
             noises = [_noise(own[seed]) for seed in sorted(own.keys() & _of_method(rows, _EXACT).keys())]
             right.plot(noises, _differences(rows, method), "o", color=colour, alpha=0.8)
-    left.set_yscale("log")
-    left.set_xlabel("step")
-    left.set_ylabel("training loss of seed 0, nats a byte")
+    left.set(yscale="log", xlabel="step", ylabel="training loss of seed 0, nats a byte")
     left.legend(fontsize=8, frameon=False)
     right.axhline(0, color="0.3", linewidth=1)
-    right.set_xscale("log")
-    right.set_xlabel("noise: variance added over the minibatch's own")
+    right.set(xscale="log", xlabel="noise: variance added over the minibatch's own")
     right.set_ylabel("validation loss minus exact's of the same seed")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.language_model", description=__doc__.partition("\n")[0])
+def _work(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    if options.times:
+        time_all(options.results)
+    elif not options.report:
+        _run_missing(options.results, options.methods, options.seeds, options.rates)
+    rows = read_rows(options.results)
+    draw(rows, options.results / FIGURE)
+    print(language_model_table(rows, read_times(options.results)))
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds 0 to this number - 1")
     parser.add_argument("--rates", nargs="+", type=float, default=[_LEARNING_RATE], help="learning rates")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows and the figure")
     parser.add_argument("--times", action="store_true", help="time steps, and train nothing")
     parser.add_argument("--report", action="store_true", help="run nothing")
-
-    def work(options: argparse.Namespace) -> None:
-        torch.set_num_threads(1)
-        if options.times:
-            time_all(options.results)
-        elif not options.report:
-            _run_missing(options.results, options.methods, options.seeds, options.rates)
-        rows = read_rows(options.results)
-        draw(rows, options.results / FIGURE)
-        print(language_model_table(rows, read_times(options.results)))
-
-    return parser.run(work, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(parser.run(_work))

@@ -8,8 +8,6 @@ small Llama after some steps on text (`experiments.language_model`). The slope o
 exact gradient over that gradient's square: its mean is 1 for an unbiased estimate.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools
@@ -18,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,7 @@ from rmm_linear import RMMConfig
 from rmm_linear.functional import linear
 from rmm_linear.memory import SavedTensors
 
-RESULTS = Path(__file__).parent / "results"
-FILE = "peers.csv"
+FILE = Path(__file__).parent / "results" / "peers.csv"
 RATIO = 0.1
 _DRAWS, _STEPS = 2000, 200
 _LAYERS = ("model.layers.3.self_attn.q_proj", "model.layers.3.mlp.down_proj")
@@ -80,9 +77,8 @@ def fewbit(folder: Path) -> Iterator[tuple[str, Layer]]:
     module = _loaded("fewbit.functional.linear", folder / "fewbit/functional/linear.py")
     for kind in ("gaussian", "rademacher", "dct", "dft"):
 
-        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str = kind) -> Tensor:
-            output: Tensor = module.linear_grp(x, weight, bias, RATIO, None, None, None, kind, None)
-            return output
+        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str = kind) -> Any:
+            return module.linear_grp(x, weight, bias, RATIO, None, None, None, kind, None)
 
         yield f"fewbit {commit_of(folder)}: {kind}", layer
 
@@ -103,9 +99,8 @@ def wtacrs(folder: Path, g: Tensor) -> Iterator[tuple[str, Layer]]:
             set_scale=lambda _: None,
         )
 
-        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, scheme: Any = scheme) -> Tensor:
-            output: Tensor = module.approxlinear_only_bw.apply(x, weight, bias, scheme)
-            return output
+        def layer(x: Tensor, weight: Tensor, bias: Tensor | None, scheme: Any = scheme) -> Any:
+            return module.approxlinear_only_bw.apply(x, weight, bias, scheme)
 
         yield f"WTA-CRS {commit_of(folder)}: {name}, {'its scripts' if is_mixed else 'its defaults'}", layer
 
@@ -161,7 +156,7 @@ def measure(layer: Layer, x: Tensor, g: Tensor) -> dict[str, Any]:
 
 
 def peers_table() -> str:
-    rows = read_rows(RESULTS / FILE)
+    rows = read_rows(FILE)
     lines = []
     for name in dict.fromkeys(row["estimator"] for row in rows):
         cells = [name]
@@ -184,24 +179,20 @@ def peers_table() -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.peers", description=__doc__.partition("\n")[0])
-    parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
-    parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")
-
-    def work(options: argparse.Namespace) -> None:
-        rows = []
-        made_by = {"commit": provenance.commit()["commit"], "torch": torch.__version__}
-        for place, (x, g) in inputs_and_gradients().items():
-            for name, layer in (*ours(), *fewbit(options.fewbit), *wtacrs(options.wtacrs, g)):
-                found = dict.fromkeys(("slope", "slope_error", "squared_error", "kept", "error")) | measure(layer, x, g)
-                rows.append({"estimator": name, "layer": place.rpartition(".")[2], **found, **made_by})
-                print(rows[-1], flush=True)
-        write_rows(RESULTS / FILE, rows)
-        print(peers_table())
-
-    return parser.run(work, arguments)
+def _work(options: argparse.Namespace) -> None:
+    rows = []
+    made_by = {"commit": provenance.commit()["commit"], "torch": torch.__version__}
+    for place, (x, g) in inputs_and_gradients().items():
+        for name, layer in (*ours(), *fewbit(options.fewbit), *wtacrs(options.wtacrs, g)):
+            found = dict.fromkeys(("slope", "slope_error", "squared_error", "kept", "error")) | measure(layer, x, g)
+            rows.append({"estimator": name, "layer": place.rpartition(".")[2], **found, **made_by})
+            print(rows[-1], flush=True)
+    write_rows(FILE, rows)
+    print(peers_table())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = Parser(__doc__)
+    parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
+    parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")
+    sys.exit(parser.run(_work))

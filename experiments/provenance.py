@@ -1,7 +1,5 @@
 """Where a number comes from: versions, commit and hardware."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.blocks import filled, table
 from experiments.checkpointing import report as checkpointing
@@ -57,16 +58,12 @@ def memory_table() -> str:
     return f"Counted on a CPU, commit {commits}:\n\n{summary_table(rows)}"
 
 
-def _of(make: Callable[[Path], str]) -> Callable[[], str]:
-    return functools.partial(make, checkpointing.RESULTS)
-
-
-def _codes(name: str) -> Callable[[], str]:
-    return functools.partial(checkpointing.codes_table, checkpointing.RESULTS, [name])
+def _of(make: Callable[..., str], *arguments: Any) -> Callable[[], str]:
+    return functools.partial(make, checkpointing.RESULTS, *arguments)
 
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
-    results: dict[str, Callable[[], str]] = {
+    results = {
         "memory": memory_table,
         "layer": layer_tables,
         "variance": sketch_noise.budgets_table,
@@ -74,14 +71,12 @@ def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
         "study": lambda: evidence_table(read_study()),
         "checkpointing": _of(checkpointing.eager_table),
     }
-    which = functools.partial(which_table, checkpointing.RESULTS, MEMORY, sketch_noise.FILE, BENCHMARKS)
-    budget = {"bounds": _of(checkpointing.bounds_table), "growth": _of(checkpointing.growth_table)}
     return {
-        README: {"which": which, "gpu": _of(gpu_table)},
+        README: {"which": _of(which_table, MEMORY, sketch_noise.FILE, BENCHMARKS), "gpu": _of(gpu_table)},
         RESULTS: results,
-        DOCS / "codes.md": {"codes": _codes(checkpointing.CODES)},
-        DOCS / "gpu.md": {"steps": _codes(checkpointing.CODES_ON_GPU)},
-        DOCS / "budget.md": budget,
+        DOCS / "codes.md": {"codes": _of(checkpointing.codes_table, [checkpointing.CODES])},
+        DOCS / "gpu.md": {"steps": _of(checkpointing.codes_table, [checkpointing.CODES_ON_GPU])},
+        DOCS / "budget.md": {"bounds": _of(checkpointing.bounds_table), "growth": _of(checkpointing.growth_table)},
         DOCS / "compare.md": {"peers": peers_table, "fine-tuned peers": peers.peers_table},
         DOCS / "noise.md": {
             "language model": lambda: language_model_table(language_model_rows(), language_model_times()),

@@ -1,7 +1,5 @@
 """The measurements of docs/ as one HTML file with its figures inside: `make report` writes build/results.html."""
 
-from __future__ import annotations
-
 import base64
 import re
 from pathlib import Path

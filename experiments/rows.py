@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -19,8 +20,7 @@ _TEXTS = ("commit", "peer_commit", "weights", "setting", "rmm_linear", "torch", 
 def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:
     """Read a results file: numbers as numbers, True and False as bools, empty cells as None.
 
-    Raises:
-        HarnessError: If the file is missing or lacks a column that is needed; the message names the command.
+    The `HarnessError` of a missing file, or of a missing column that is needed, names the command that makes it.
     """
     try:
         frame = pd.read_csv(
@@ -57,11 +57,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, order: Sequence
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` make a file beside `path`, then put it in its place as a whole.
-
-    Raises:
-        HarnessError: If the folder can't be written to; nothing is left behind then.
-    """
+    """Let `write` make a file beside `path`, then put it in its place as a whole; an error leaves nothing behind."""
     temporary = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +71,22 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         # it is in its place already, or the folder is none
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a results file with a line of JSON a row; [] if there is none."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        # a full disk leaves half a line
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
 
 
 def grouped(rows: Iterable[dict[str, Any]], *columns: str) -> dict[Any, list[dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from experiments.rows import grouped, read_rows
 # The step whose plans are shown, the models whose kept bytes are, and the layer whose time is.
 STEP, CODED, KEPT, KEPT_WITH_LORA = "roberta", "roberta", "roberta-base", "llama-1b-lora"
 FITTED = ("60%", "40%")
-LAYER = {
+LAYER: dict[str, Any] = {
     "rows": 4096,
     "in_features": 768,
     "out_features": 3072,
@@ -38,6 +38,7 @@ CHECKPOINTING = "checkpointing in each block"
 _EXACT_WAYS = (EAGER, COMPILED, CHECKPOINTING, CHECKPOINTED, "budget 60%")
 _COMPARED = "(for comparison)"
 _BLOCKS, _COMPILED_BLOCKS = "`torch.utils.checkpoint` in each block", "the same under `torch.compile`"
+Row = dict[str, Any]
 _PLAN = '`torch.compile(model, backend="rmm_linear", options={"budget": ...})`'
 _CODES = '`torch.compile(model, backend="rmm_linear", options={"bits": 8})`'
 
@@ -138,7 +139,7 @@ def gpu_table(checkpointing: Path) -> str:
     return f"{table(['model', '`fit`', 'plan', '8 bits'], lines)}\n\n{told} [docs/gpu.md](docs/gpu.md) has all steps."
 
 
-def _on_gpu(row: Mapping[str, Any]) -> tuple[float, float]:
+def _on_gpu(row: Row) -> tuple[float, float]:
     """Return the time in kernels over the eager step's of the same process, and the peak of activations in bytes."""
     return row["kernels_s"] / row["eager_kernels_s"], row["activation_peak_bytes"]
 
@@ -148,7 +149,7 @@ def _gpu_cell(way: str, time: float, activations: float) -> str:
     return f"{time:.2f}, {activations:.2f}" + (f" ({budget})" if budget.endswith("%") else "")
 
 
-def _fastest(rows: Sequence[dict[str, Any]], method: str, most_bytes: int) -> Mapping[str, Any]:
+def _fastest(rows: Sequence[Row], method: str, most_bytes: int) -> Row:
     small = [row for row in rows if row["method"] == method and (row["peak_bytes"] or math.inf) <= most_bytes]
     return min(small, key=lambda row: row["step_s"])
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rmm_linear.fitting import fit
     from rmm_linear.integrations.hf_trainer import RMMCallback
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ConversionSummary",

@@ -7,10 +7,7 @@ from rmm_linear.planning.graph import Graph, Op, Storage
 
 
 def of_edges(costs: Sequence[float], sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> Graph:
-    """Make a forward graph of nodes that write one storage each: of an edge (u, v), u < v, v reads the storage of u.
-
-    The outputs are the storages that no node reads.
-    """
+    """Make a forward graph of nodes that write one storage each: of an edge (u, v), u < v, v reads the storage of u."""
     before: list[list[int]] = [[] for _ in costs]
     for u, v in edges:
         before[v].append(u)
@@ -20,15 +17,12 @@ def of_edges(costs: Sequence[float], sizes: Sequence[int], edges: Sequence[tuple
 
 
 def with_backward(forward: Graph) -> Graph:
-    """Add a backward pass to a forward graph of nodes that write one storage each.
+    """Add a backward pass, of an op a node, to a forward graph of nodes that write one storage each.
 
     The gradient of a node is as large as its storage, costs as much as the node, and is computed from the gradients of
     the nodes that read it, from all that these read, and from their results; the gradient of a node without readers
-    from its own storage alone. This is the graph of Kusumoto et al. 2019, section 3, each node's backward op being one.
-    The last storages of the forward part are results, gradients of nodes that read nothing are outputs.
-
-    Raises:
-        ValueError: If there are backward ops already, or an op writes more than one storage or none.
+    from its own storage alone (Kusumoto et al. 2019, section 3). The last storages of the forward part are results,
+    gradients of nodes that read nothing are outputs.
     """
     count = len(forward.ops)
     if forward.forward_count != count or any(len(op.writes) != 1 for op in forward.ops):
@@ -47,15 +41,8 @@ def with_backward(forward: Graph) -> Graph:
         for following in successors[node]:
             reads |= {gradient_of[following], *forward.ops[following].writes, *forward.ops[following].reads}
         storages.append(Storage(f"gradient of {storages[own].name}", storages[own].size_bytes))
-        ops.append(
-            Op(
-                f"backward of {ops[node].name}",
-                ops[node].cost,
-                tuple(sorted(reads)),
-                (gradient_of[node],),
-                is_backward=True,
-            )
-        )
+        name, writes = f"backward of {ops[node].name}", (gradient_of[node],)
+        ops.append(Op(name, ops[node].cost, tuple(sorted(reads)), writes, is_backward=True))
     results = tuple(op.writes[0] for node, op in enumerate(forward.ops) if not successors[node])
     inputs = tuple(gradient_of[node] for node, op in enumerate(forward.ops) if not op.reads)
     return Graph(tuple(ops), tuple(storages), (*results, *inputs), results, forward.cost_unit)
@@ -80,16 +67,15 @@ def u_shape(depth: int, *, size: int = 64, seed: int = 0) -> Graph:
 
 
 def star(arms: int, *, size: int = 16, seed: int = 0) -> Graph:
-    """Make a forward star: one node, the arms that read it, and one that reads them all.
-
-    Storages have `size` bytes at most.
-    """
+    """Make a forward star: one node, the arms that read it, and one that reads them all."""
     draw = random.Random(seed)
-    count = arms + 2
     edges = [(0, arm) for arm in range(1, arms + 1)] + [(arm, arms + 1) for arm in range(1, arms + 1)]
-    return of_edges(
-        [float(draw.randint(1, 9)) for _ in range(count)], [draw.randint(1, size) for _ in range(count)], edges
-    )
+    return _with_random_numbers(arms + 2, edges, draw, size)
+
+
+def _with_random_numbers(nodes: int, edges: Sequence[tuple[int, int]], draw: random.Random, size: int) -> Graph:
+    costs = [float(draw.randint(1, 9)) for _ in range(nodes)]
+    return of_edges(costs, [draw.randint(1, size) for _ in range(nodes)], edges)
 
 
 def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, density: float = 0.4) -> Graph:
@@ -99,13 +85,10 @@ def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, dens
     `density` is the probability of an edge between nodes of neighbouring layers; a third of it is that of other edges.
     """
     draw = random.Random(seed)
-    layers: list[list[int]] = []
-    count = 0
+    layers, edges, count = list[range](), [], 0
     while count < nodes:
-        some = min(nodes - count, draw.randint(1, width))
-        layers.append(list(range(count, count + some)))
-        count += some
-    edges = []
+        layers.append(range(count, min(nodes, count + draw.randint(1, width))))
+        count = layers[-1].stop
     for depth, layer in enumerate(layers[1:], start=1):
         for node in layer:
             sources = [
@@ -115,6 +98,4 @@ def random_layers(nodes: int, *, seed: int, width: int = 3, size: int = 16, dens
                 if draw.random() < (density if distance == 0 else density / 3)
             ]
             edges += [(source, node) for source in sources or [draw.choice(layers[depth - 1])]]
-    return of_edges(
-        [float(draw.randint(1, 9)) for _ in range(nodes)], [draw.randint(1, size) for _ in range(nodes)], edges
-    )
+    return _with_random_numbers(nodes, edges, draw, size)

@@ -1,7 +1,5 @@
 """Instruments for a training step's peak, FLOPs and time, which share no code with the simulator."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -76,19 +74,16 @@ def kernel_seconds(step: Callable[[], Any], *, steps: int = 3) -> float:
 
 
 def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
-    """Measure the peak of a step by the log of the CPU allocator, with workspaces of kernels and without.
+    """Measure the peak of a step by the log of the CPU allocator, beyond the bytes before it.
 
-    Returns:
-        Bytes allocated at the peak, beyond the bytes allocated before; and the same of memory that outlives the op that
-        allocates it, which plans count.
+    The second number leaves out workspaces: it counts memory that outlives the op that allocates it, as plans do.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as log:
         step()
     changes: list[tuple[int, int, int, int | None]] = []
-    waiting: list[tuple[Any, int | None]] = [
-        (root, None) for root in log.profiler.kineto_results.experimental_event_tree()
-    ]
+    waiting: list[tuple[Any, int | None]]
+    waiting = [(root, None) for root in log.profiler.kineto_results.experimental_event_tree()]
     while waiting:
         event, op = waiting.pop()
         if event.name == "[memory]":
@@ -108,11 +103,7 @@ def allocator_peaks(step: Callable[[], Any]) -> tuple[int, int]:
 
 
 def interleaved(steps: Sequence[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Time steps by turns, every second round in the reverse order: neighbours run under the same conditions.
-
-    Returns:
-        Seconds of each step in each round.
-    """
+    """Return the seconds of steps that run by turns, every second round in the reverse order."""
     times: list[list[float]] = [[] for _ in steps]
     for number in range(rounds):
         order = range(len(steps))

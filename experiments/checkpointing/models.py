@@ -4,8 +4,6 @@ Image models are of torchvision's shapes; `width` scales their channels, so that
 outweigh parameters. A batch is a dictionary of tensors, and a step returns its loss alone.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -308,43 +306,32 @@ def _of_transformers(config: str, model: str) -> Callable[..., nn.Module]:
 
 @dataclass(frozen=True)
 class Shape:
-    """A size of a model and of its batch.
-
-    Attributes:
-        options: Arguments of the model's constructor.
-        batch: Examples.
-        size: Pixels of a side, tokens, or steps.
-        is_padded: Whether a mask says that sentences are shorter than `size`, down to half of it.
-    """
+    """A size of a model, by the arguments of its constructor, and of its batch."""
 
     options: dict[str, Any]
     batch: int
+    # pixels of a side, tokens, or steps
     size: int
+    # whether a mask says that sentences are shorter than `size`, down to half of it
     is_padded: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its loss and its batches.
-
-    Attributes:
-        name: Its name.
-        build: Makes the model of a shape's options, in training mode.
-        sample: Makes a batch: (model, batch, size) to tensors.
-        step: Called as `step(model, **batch)`, returns the loss.
-        shapes: Sizes by use. "published" is planned only, "small" runs op by op, "compiled" and "codes"
-            are those of `steps.py`, "codes, cuda" the last on a GPU.
-        published: Its name at the published size, where that is another one.
-        blocks: Pattern of the names of modules that users checkpoint one by one; None where
-            `gradient_checkpointing_enable` does it.
-    """
+    """A model, its loss and its batches."""
 
     name: str
+    # called with a shape's options
     build: Callable[..., nn.Module]
+    # called with the model, and the batch and the size of a shape
     sample: Callable[[nn.Module, int, int], Batch]
+    # called as `step(model, **batch)`, returns the loss
     step: Callable[..., Tensor]
+    # "published" is planned only, "small" runs op by op, all others are kinds of `steps.py`
     shapes: dict[str, Shape]
+    # the name at the published size, where that is another one
     published: str = field(default="", kw_only=True)
+    # the names of modules that users checkpoint one by one; None where `gradient_checkpointing_enable` does it
     blocks: str | None = field(default=None, kw_only=True)
 
     @property

@@ -12,20 +12,18 @@ Each model is captured at its published size on the meta device, which takes no 
 - `energy`: time and energy of POET's plans on the devices of devices.csv, and of paging alone and recomputation alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.generators import chain, u_shape, with_backward
-from experiments.command_line import HarnessError, Parser, add_models, chosen
+from experiments.command_line import HarnessError, Parser, add_models
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
@@ -47,13 +45,10 @@ BOUNDS_PERCENTS, GROWTH_PERCENTS, ENERGY_PERCENTS = (80, 60, 40, 25, 15), (75, 5
 _CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
 DEVICES = Path(__file__).parent / "devices.csv"
 _OF_DEVICES = (
-    "flops_per_s",
-    "memory_bytes_per_s",
-    "watts",
-    "page_out_bytes_per_s",
-    "page_in_bytes_per_s",
-    "page_watts",
+    *("flops_per_s", "memory_bytes_per_s", "watts"),
+    *("page_out_bytes_per_s", "page_in_bytes_per_s", "page_watts"),
 )
+PUBLISHED = of_shape("published")
 
 
 def _captured(workload: Workload, shape: Shape, costs: str = "roofline") -> Graph:
@@ -115,24 +110,21 @@ def bounds(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
 
 def arenas(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Give addresses to a step; then find the least arena of each policy, and the free part where it fails."""
-    began, plain = time.perf_counter(), range(len(graph.ops))
-    size = arena_for(lifetimes(graph, plain), time_limit_s=0).size_bytes
-    row = {"ops": len(graph.ops), "policy": "OLLA", "least_arena": round(size / _plain_bytes(graph), 4)}
-    yield row | {"free_at_failure": None, "scan_s": round(time.perf_counter() - began, 1)}
-    policies: dict[str, type[CoopRun]] = {"DTR": DtrInArena, "Coop": CoopRun}
+    policies: dict[str, type[CoopRun] | None] = {"OLLA": None, "DTR": DtrInArena, "Coop": CoopRun}
     for policy, kind in policies.items():
         began = time.perf_counter()
-        least, free = least_arena(graph, kind)
+        if kind is None:
+            size_bytes = arena_for(lifetimes(graph, range(len(graph.ops)))).size_bytes
+            least, free = size_bytes / _plain_bytes(graph), None
+        else:
+            least, free = least_arena(graph, kind)
         row = {"ops": len(graph.ops), "policy": policy, "least_arena": round(least, 4)}
-        yield row | {"free_at_failure": round(free, 4), "scan_s": round(time.perf_counter() - began, 1)}
+        row |= {"free_at_failure": None if free is None else round(free, 4)}
+        yield row | {"scan_s": round(time.perf_counter() - began, 1)}
 
 
 def read_devices(path: Path = DEVICES) -> list[dict[str, Any]]:
-    """Read device profiles.
-
-    Raises:
-        HarnessError: If a column is missing, or a number is none that is more than 0.
-    """
+    """Read device profiles, whose numbers have to be more than 0."""
     devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="an editor")
     for device in devices:
         for name in _OF_DEVICES:
@@ -178,7 +170,7 @@ def _growing_graphs() -> Iterator[tuple[str, Graph]]:
         yield "chain", with_backward(chain(sizes, costs))
         if ops in _US:
             yield "U", with_backward(u_shape(ops // 4, size=1 << 20))
-    roberta = next(workload for workload in of_shape("published") if workload.name == "roberta")
+    roberta = next(workload for workload in PUBLISHED if workload.name == "roberta")
     published = roberta.shapes["published"]
     for layers in _LAYERS:
         shape = replace(published, options={**published.options, "num_hidden_layers": layers})
@@ -203,29 +195,26 @@ _OF_MODELS: dict[str, tuple[str, Callable[[Workload, Graph], Iterator[dict[str, 
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.checkpointing.plans", description=__doc__.partition("\n")[0])
-    parser.add_argument("kind", choices=(*_OF_MODELS, "growth"))
-    workloads = of_shape("published")
-    add_models(parser, workloads)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-
-    def work(options: argparse.Namespace) -> None:
-        found: list[dict[str, Any]] = []
-        for row in growth() if options.kind == "growth" else ():
-            found.append(row | origin())
-            print(row, flush=True)
-            write_rows(options.results / "growth.csv", found)
-        for workload in chosen(workloads, options.models) if options.kind in _OF_MODELS else ():
-            file, rows = _OF_MODELS[options.kind]
-            graph = _captured(workload, workload.shapes["published"])
-            of_model = [{"model": workload.title} | row | origin() for row in rows(workload, graph)]
-            write_rows(options.results / file, of_model, order=[each.title for each in workloads])
-            print(f"{workload.title}: {len(of_model)} rows", flush=True)
-        print(write_report(options.results))
-
-    return parser.run(work, arguments)
+def _work(options: argparse.Namespace) -> None:
+    found: list[dict[str, Any]] = []
+    for row in growth() if options.kind == "growth" else ():
+        found.append(row | origin())
+        print(row, flush=True)
+        write_rows(options.results / "growth.csv", found)
+    for workload in PUBLISHED if options.kind in _OF_MODELS else ():
+        if workload.name not in options.models:
+            continue
+        file, rows = _OF_MODELS[options.kind]
+        graph = _captured(workload, workload.shapes["published"])
+        of_model = [{"model": workload.title} | row | origin() for row in rows(workload, graph)]
+        write_rows(options.results / file, of_model, order=[each.title for each in PUBLISHED])
+        print(f"{workload.title}: {len(of_model)} rows", flush=True)
+    print(write_report(options.results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = Parser(__doc__)
+    parser.add_argument("kind", choices=(*_OF_MODELS, "growth"))
+    add_models(parser, PUBLISHED)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    sys.exit(parser.run(_work))

@@ -3,8 +3,6 @@
 Everything is computed from `results/*.csv`, but for the peaks that Kusumoto et al. published, which stand beside ours.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics
@@ -221,11 +219,8 @@ def _family(row: Row) -> str:
     return row["method"] if kind is None else f"{row['method']}, {kind}"
 
 
-_EAGER_BLOCKS, _COMPILED_BLOCKS, _COMPILED_BUDGET = (
-    f"{EAGER}, {BLOCKS}",
-    f"{COMPILED}, {BLOCKS}",
-    f"{COMPILED}, {BUDGET}",
-)
+_EAGER_BLOCKS, _COMPILED_BLOCKS = (f"{each}, {BLOCKS}" for each in (EAGER, COMPILED))
+_COMPILED_BUDGET = f"{COMPILED}, {BUDGET}"
 
 
 def _of(rows: Rows, family: str) -> list[Row]:
@@ -311,7 +306,6 @@ def _compiled_table(rows: Rows) -> str:
 
 
 def read_compiled(folder: Path) -> list[Row]:
-    """Read the rows of compiled steps, whose settings are texts."""
     return [row | {"setting": row["setting"] or ""} for row in read_rows(folder / "compiled.csv")]
 
 
@@ -385,14 +379,10 @@ def codes_table(folder: Path, names: Sequence[str] = (CODES_ON_GPU, CODES)) -> s
             f"{first['precision']}: {first['hardware']}, torch {first['torch']}\n\n{table(head, lines)}"
         )
     if CODES in names and (noise := folder / "codes_noise.csv").exists():
-        noises = [
-            [
-                row["way"],
-                f"{100 * row['share']:.3f} ± {100 * row['share_error']:.3f} %",
-                f"{row['relative_variance']:.1e}",
-            ]
-            for row in read_rows(noise)
-        ]
+        noises = []
+        for row in read_rows(noise):
+            share = f"{100 * row['share']:.3f} ± {100 * row['share_error']:.3f} %"
+            noises.append([row["way"], share, f"{row['relative_variance']:.1e}"])
         text = (
             "MiniLM on MRPC, 12 batches of 32: the share is the variance that codes add over the minibatches'\n"
             "variance, ± the share's standard error."
@@ -404,10 +394,8 @@ def codes_table(folder: Path, names: Sequence[str] = (CODES_ON_GPU, CODES)) -> s
 def size_of(row: Row) -> tuple[int, int]:
     """Return the number of layers of a row's Transformer, and their width."""
     config = json.loads(row["config"])
-    layers, width = (
-        next(config[name] for name in names if name in config)
-        for names in (("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model"))
-    )
+    names = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
+    layers, width = (next(config[name] for name in of if name in config) for of in names)
     return layers, width
 
 

@@ -43,7 +43,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
-from experiments.command_line import Parser, add_models, chosen
+from experiments.command_line import Parser, add_models
 from experiments.glue.settings import BITS, RunSettings
 from experiments.provenance import origin
 from experiments.rows import write_rows
@@ -78,26 +78,20 @@ _COLUMNS = (
 
 @dataclass
 class Way:
-    """A way of running a step.
-
-    Attributes:
-        method: Its name in tables.
-        setting: Its knob in tables.
-        is_checkpointed: Whether torch.utils.checkpoint is in each block.
-        backend: The backend of torch.compile; None for eager mode.
-        memory_budget: Torch's `activation_memory_budget`.
-        options: Options of the backend rmm_linear, which then compiles the step.
-        fitted: The budget that `fit` is given.
-        sketched: How linear layers sketch.
-    """
+    """A way of running a step, with its name and its knob in tables."""
 
     method: str
     setting: str = ""
     _: KW_ONLY
+    # torch.utils.checkpoint in each block
     is_checkpointed: bool = False
+    # of torch.compile; None for eager mode
     backend: str | None = None
+    # torch's `activation_memory_budget`
     memory_budget: float = 1.0
+    # of the backend rmm_linear, which then compiles the step
     options: dict[str, Any] | None = None
+    # the budget that `fit` is given
     fitted: str | None = None
     sketched: RMMConfig | None = None
 
@@ -117,10 +111,7 @@ MORE_WAYS = (
     *(Way(f"{BUDGET} {each:g}", backend="inductor", memory_budget=each) for each in (0.9, 0.7, 0.4, 0.3, 0.1, 0.0)),
     *(Way(f"budget {each}%", options={"budget": f"{each}%"}) for each in (100, 80, 70, 50, 40, 30)),
     *(Way(f"hadamard at {ratio}", sketched=RMMConfig(ratio=ratio)) for ratio in (0.5, 0.1)),
-    *(
-        Way(f"the paper's gaussian at {each}", sketched=RMMConfig.from_recipe("paper", ratio=each))
-        for each in (0.5, 0.1)
-    ),
+    *(Way(f"the paper's gaussian at {at}", sketched=RMMConfig.from_recipe("paper", ratio=at)) for at in (0.5, 0.1)),
     Way("hadamard at 1, int4", sketched=RMMConfig(ratio=1.0, storage="int4")),
 )
 
@@ -160,7 +151,6 @@ class Comparison:
         self.missing: list[dict[str, Any]] = []
 
     def __enter__(self) -> Comparison:
-        """Forget the graphs of earlier comparisons; ways of one model share their caches."""
         torch._dynamo.reset()
         self._stack.enter_context(dynamo_options())
         self._stack.enter_context(fresh_cache())
@@ -251,10 +241,8 @@ class Comparison:
                 row["saved_bytes"] = measure_kept_bytes(running.model, **self._batch) if is_called else None
         running.alone()
         peak = row["peak_bytes"] / 2**20
-        print(
-            f"{self.workload.name}: {row['method']}, {row['setting']}: {peak:.2f} MiB, error {row['error']:.0e}",
-            flush=True,
-        )
+        name = f"{self.workload.name}: {row['method']}, {row['setting']}"
+        print(f"{name}: {peak:.2f} MiB, error {row['error']:.0e}", flush=True)
 
     def _errors(self, running: _Running, draws: int) -> dict[str, float]:
         """The relative error of the gradient: of one draw, and of the mean of several."""
@@ -305,10 +293,7 @@ def _with_own_code(function: Any) -> Callable[..., Any]:
 
 
 def checkpoint_blocks(model: nn.Module, pattern: str | None) -> int:
-    """Let the blocks whose names match keep their inputs alone, not reentrant; return how many there are.
-
-    Without a pattern the model is one of Hugging Face, which knows its blocks, or has none.
-    """
+    """Checkpoint the blocks whose names match, or the blocks that a Hugging Face model knows; return their number."""
     options = {"use_reentrant": False}
     if pattern is None:
         if not hasattr(model, "gradient_checkpointing_enable"):
@@ -324,7 +309,7 @@ def checkpoint_blocks(model: nn.Module, pattern: str | None) -> int:
 
 def rivals(kind: str) -> list[Way]:
     """Return everything that torch itself has; the first way is eager mode."""
-    backend = {"eager": "aot_eager", "compiled": "inductor"}[kind]
+    backend = "inductor" if kind == "compiled" else "aot_eager"
     ways = [Way(EAGER), Way(EAGER, BLOCKS, is_checkpointed=True)]
     if kind == "compiled":
         ways += [Way(COMPILED, backend=backend), Way(COMPILED, BLOCKS, backend=backend, is_checkpointed=True)]
@@ -333,10 +318,7 @@ def rivals(kind: str) -> list[Way]:
 
 
 def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, str], *, spread: int = _SPREAD) -> None:
-    """Measure rivals, then plans: without a limit, at the rivals' peaks, and at budgets that lie evenly.
-
-    The last one of the executors, which have the names of methods as keys, runs the `spread` budgets that lie evenly.
-    """
+    """Measure rivals, then plans: without a limit, at the rivals' peaks, and by the last executor at a spread."""
     for way in ways:
         comparison.add(way)
     budgets: dict[int | str, str] = {}
@@ -455,7 +437,7 @@ def _run(options: argparse.Namespace) -> None:
         write_rows(options.results / "codes_noise.csv", list(noise_rows(options.noise, options.data)))
     name = attrgetter("title" if kind in ("eager", "planners") else "name")
     file = options.results / f"{kind}{'-cuda' if options.device == 'cuda' else ''}.csv"
-    for workload in chosen(workloads, options.models):
+    for workload in (each for each in workloads if each.name in options.models):
         shape = workload.shapes[key]
         rows = planner_rows(workload, shape) if kind == "planners" else step_rows(workload, shape, options)
         found = [{"model": name(workload)} | row | origin(options.device) for row in rows]
@@ -464,21 +446,15 @@ def _run(options: argparse.Namespace) -> None:
     print(write_report(options.results))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.checkpointing.steps", description=__doc__.partition("\n")[0])
+if __name__ == "__main__":
+    parser = Parser(__doc__)
     parser.add_argument("kind", choices=("eager", "planners", "compiled", "codes"))
     add_models(parser, WORKLOADS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each way (default: 7)")
     usual, more = ([way.method for way in ways] for ways in (CODE_WAYS, MORE_WAYS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of codes (default: cpu)")
-    parser.add_argument(
-        "--ways", nargs="*", choices=usual + more, default=usual, help="of codes: which, beside eager mode"
-    )
+    parser.add_argument("--ways", nargs="*", choices=usual + more, default=usual, help="of codes, beside eager mode")
     parser.add_argument("--noise", metavar="MODEL", help="of codes: measure their noise on this pretrained model")
     parser.add_argument("--data", default="GLUE", help="a folder in the official GLUE layout, for --noise")
-    return parser.run(_run, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(parser.run(_run))

@@ -55,10 +55,9 @@ def noises(subject: Subject, steps: int) -> Iterator[dict[str, Any]]:
 
 def _norms(captured: Captured, readers: Captured, index: Tensor) -> dict[str, Tensor]:
     """The norms of the gradient's rows as a cache holds them: of all layers that read one input."""
-    groups: dict[int, list[str]] = {}
+    found, groups = {}, dict[int, list[str]]()
     for name, (x, _) in readers.layers.items():
         groups.setdefault(x.data_ptr(), []).append(name)
-    found = {}
     for names in groups.values():
         norms = [torch.linalg.vector_norm(captured.layers[name][1].flatten(0, 1)[index], dim=1) for name in names]
         found |= dict.fromkeys(names, torch.stack(norms).square().sum(0).sqrt().bfloat16())
@@ -66,7 +65,6 @@ def _norms(captured: Captured, readers: Captured, index: Tensor) -> dict[str, Te
 
 
 def cached_norms_table(path: Path = FILE) -> str:
-    """Return the committed rows as a table: a row for each ratio and way, a column for each task."""
     rows = read_rows(path)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     found = {(row["ratio"], row["way"], row["task"]): row["relative_variance"] for row in rows}
@@ -95,4 +93,4 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(subject_parser("python -m experiments.glue.cached_norms", __doc__, TASKS, FILE).run(_run))
+    sys.exit(subject_parser(__doc__, TASKS, FILE).run(_run))

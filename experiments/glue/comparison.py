@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t as student_t
@@ -29,8 +29,7 @@ _ROUNDING = 1e-12
 _UNTIMED_STEPS = 2
 
 
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """A mean over seeds, and their sample standard deviation, which is None for a single seed."""
 
     mean: float
@@ -50,9 +49,8 @@ class Mean:
         return self.mean - half, self.mean + half
 
 
-@dataclass(frozen=True)
-class Quantiles:
-    """Median and the 20 and 80 % quantiles."""
+class Quantiles(NamedTuple):
+    """The 20 % quantile, the median and the 80 % quantile."""
 
     low: float
     median: float
@@ -60,36 +58,27 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.2, 0.5, 0.8))
-        return cls(float(low), float(median), float(high))
+        return cls(*np.quantile(values, (0.2, 0.5, 0.8)).tolist())
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one task, over its seeds.
-
-    Attributes:
-        results: A result file a seed.
-        score: The task's score in points: 100 times the mean of its metrics after the last epoch.
-        difference: Score minus the exact score of the same seed; None for exact itself or without exact runs.
-        kept_bytes: Bytes kept for the backward pass of one batch.
-        kept_share: `kept_bytes` over the exact model's on the same batch.
-        noise: Variance that the method adds to the initial gradient over the minibatch's own, mean over the seeds; None
-            where it was not measured.
-        train_seconds: Sum over the training steps; None where the machine was not quiet.
-        step_time: Time of each step but the first two over exact's time on the same batch; None as for both, and where
-            the runs had different hardware.
-    """
+    """One method on one task, over its seeds. Scores are in points, after the last epoch."""
 
     task: str
     results: tuple[dict[str, Any], ...]
     score: Mean
     metrics: dict[str, Mean]
+    # score minus the exact score of the same seed; None for exact itself or without exact runs
     difference: Mean | None
+    # bytes kept for the backward pass of one batch, and the same over the exact model's
     kept_bytes: float
     kept_share: float
+    # variance added to the initial gradient over the minibatch's own; None where it was not measured
     noise: float | None
+    # None where the machine was not quiet
     train_seconds: Mean | None
+    # of each step but the first two, over exact's time on the same batch; None as both, and on different hardware
     step_time: Quantiles | None
 
     def knob(self, name: str) -> Any:
@@ -105,18 +94,9 @@ class Row:
         return label_of(self.results[0])
 
     @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(result["config"]["seed"] for result in self.results)
-
-    @property
     def variant(self) -> tuple[str, ...]:
         """The other settings, in the words of `VARIANTS`."""
         return variant_of(self.results[0]["config"])
-
-    @property
-    def time_over_exact(self) -> float | None:
-        """The median of the step times over exact's, and 1 for exact itself."""
-        return 1.0 if self.method == EXACT else None if self.step_time is None else self.step_time.median
 
     @property
     def description(self) -> str:
@@ -182,12 +162,11 @@ def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def label_of(result: Mapping[str, Any]) -> str:
-    """Return method and knobs in one word: the result's name without task and seed."""
+    """The result's name without task and seed."""
     return str(result["name"]).partition("-")[2].rpartition("-seed")[0]
 
 
 def variant_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words of `VARIANTS` that hold for a run."""
     return tuple(word for name, word in VARIANTS.items() if config.get(name))
 
 
@@ -220,13 +199,9 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
     return Row(
         task=results[0]["config"]["task"],
         results=tuple(results),
-        score=Mean.of([100 * result["final"]["score"] for result in results]),
-        metrics={name: Mean.of([100 * result["final"][name] for result in results]) for name in results[0]["metrics"]},
-        difference=(
-            Mean.of([100 * (mine["final"]["score"] - other["final"]["score"]) for mine, other in pairs])
-            if pairs
-            else None
-        ),
+        score=_points(results, "score"),
+        metrics={name: _points(results, name) for name in results[0]["metrics"]},
+        difference=Mean.of([points_between(*pair) for pair in pairs]) if pairs else None,
         kept_bytes=statistics.fmean(each["model"] for each in kept),
         kept_share=statistics.fmean(each["model"] / each["exact_model"] for each in kept),
         noise=0.0 if is_exact else _added_noise(pairs),
@@ -235,11 +210,18 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
     )
 
 
+def _points(results: Sequence[dict[str, Any]], name: str) -> Mean:
+    return Mean.of([100 * result["final"][name] for result in results])
+
+
+def points_between(mine: dict[str, Any], reference: dict[str, Any]) -> float:
+    return float(100 * (mine["final"]["score"] - reference["final"]["score"]))
+
+
 def noise_over_minibatch(mine: dict[str, Any], reference: dict[str, Any]) -> float | None:
     """Divide the variance that a run's method adds to the initial gradient by the minibatch's own.
 
-    Returns:
-        The ratio, which chance can make negative; None if one of the two runs did not measure it.
+    Chance can make the ratio negative; it is None if one of the two runs did not measure it.
     """
     own, exact = mine.get("gradient_noise"), reference.get("gradient_noise")
     if not own or not exact:

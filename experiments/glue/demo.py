@@ -16,60 +16,43 @@ sentence is never a good one by accident. Learning the second takes word order, 
 subject.
 """
 
-from __future__ import annotations
-
+import functools
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from datasets import Dataset, DatasetDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSequenceClassification
+from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForSequenceClassification, RobertaTokenizerFast
 
 from .tasks import DEMO_TASK
 
 # the data, unlike the model, does not vary with the seed of a run: every run sees the same sentences
 DATA_SEED = 20220131
-TRAIN_ROWS = 3_360
-VALIDATION_ROWS = 2_000
-VOCABULARY_SIZE = 600
-LONGEST_SENTENCE = 64
-HIDDEN_SIZE = 256
-LAYERS = 2
-HEADS = 4
-
-
-def _two_forms(words: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of the form with and without -s, from words written either as `calls` or as `watches-watch`."""
-    pairs = (word.split("-") for word in words.split())
-    return tuple((pair[0], pair[1] if len(pair) > 1 else pair[0].removesuffix("s")) for pair in pairs)
-
+TRAIN_ROWS, VALIDATION_ROWS = 3_360, 2_000
+VOCABULARY_SIZE, LONGEST_SENTENCE = 600, 64
+HIDDEN_SIZE, LAYERS, HEADS = 256, 2, 4
 
 # nouns: plural, singular; verbs: third person singular, all others
-NOUN_FORMS = _two_forms("birds cats children-child dogs men-man nurses")
-VERB_FORMS = _two_forms("calls follows sees watches-watch")
-LONE_VERB_FORMS = _two_forms("laughs sings sleeps")
+Forms = tuple[tuple[str, str], ...]
+NOUN_FORMS: Forms = (
+    *(("birds", "bird"), ("cats", "cat"), ("children", "child")),
+    *(("dogs", "dog"), ("men", "man"), ("nurses", "nurse")),
+)
+VERB_FORMS: Forms = (("calls", "call"), ("follows", "follow"), ("sees", "see"), ("watches", "watch"))
+LONE_VERB_FORMS: Forms = (("laughs", "laugh"), ("sings", "sing"), ("sleeps", "sleep"))
 _OTHER_FORM = {form: other for pair in (*VERB_FORMS, *LONE_VERB_FORMS) for form, other in (pair, pair[::-1])}
-_ADJECTIVES = ("happy", "old", "tall")
-_ADVERBS = ("here", "today")
-_PREPOSITIONS = ("behind", "near")
+_ADJECTIVES, _ADVERBS, _PREPOSITIONS = ("happy", "old", "tall"), ("here", "today"), ("behind", "near")
 _DETERMINERS = {"third": ("every", "the", "this"), "plural": ("many", "the", "these")}
 _PRONOUNS = {"first": ("I",), "second": ("you",), "third": ("he", "she"), "plural": ("we", "they")}
 _BE = {"first": "am", "second": "are", "third": "is", "plural": "are"}
-
-
-def _all_forms(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    return tuple(form for pair in pairs for form in pair)
-
-
-WORDS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "determiner": tuple(sorted({*_DETERMINERS["third"], *_DETERMINERS["plural"]})),
-    "pronoun": tuple(word for words in _PRONOUNS.values() for word in words),
-    "noun": _all_forms(NOUN_FORMS),
-    "verb": _all_forms(VERB_FORMS),
-    "lone verb": _all_forms(LONE_VERB_FORMS),
-    "be": tuple(sorted(set(_BE.values()))),
+WORDS_OF_KIND: dict[str, Sequence[str]] = {
+    "determiner": sorted({*_DETERMINERS["third"], *_DETERMINERS["plural"]}),
+    "pronoun": list(itertools.chain(*_PRONOUNS.values())),
+    "noun": list(itertools.chain(*NOUN_FORMS)),
+    "verb": list(itertools.chain(*VERB_FORMS)),
+    "lone verb": list(itertools.chain(*LONE_VERB_FORMS)),
+    "be": sorted(set(_BE.values())),
     "adjective": _ADJECTIVES,
     "adverb": _ADVERBS,
     "preposition": _PREPOSITIONS,
@@ -78,8 +61,7 @@ WORDS_OF_KIND: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """A word of a sentence with its part of speech and, for verbs, the person that it agrees with."""
 
     text: str
@@ -163,29 +145,20 @@ class Grammar:
             shuffled = list(words[start : start + span])
             self._random.shuffle(shuffled)
             broken = [*words[:start], *shuffled, *words[start + span :]]
-            if not has_possible_order(broken):
+            if not _neighbours(broken) <= possible_neighbours():
                 return broken
 
 
-# every pair of kinds that can be neighbours in a sentence, "" being its beginning and its end
-_SUBJECT_START = {"pronoun", "determiner"}
-_SUBJECT_END = {"pronoun", "noun", "verb", "lone verb", "adverb", "adjective"}
-_VERBS = {"be", "verb", "lone verb"}
-POSSIBLE_NEIGHBOURS: frozenset[tuple[str, str]] = frozenset(
-    {(before, start) for before in ("", "that") for start in _SUBJECT_START}
-    | {(before, "determiner") for before in ("preposition", "verb", "and")}
-    | {("determiner", "adjective"), ("determiner", "noun"), ("adjective", "noun")}
-    | {("noun", after) for after in ("preposition", "that", "and")}
-    | {(before, verb) for before in (*_SUBJECT_END, "that") for verb in _VERBS}
-    | {("be", "adjective"), ("lone verb", "adverb")}
-    | {(end, "") for end in ("noun", "lone verb", "adverb", "adjective")}
-)
+@functools.cache
+def possible_neighbours() -> frozenset[tuple[str, str]]:
+    """Return the pairs of kinds that are neighbours in the grammar: those of sentences enough to have them all."""
+    grammar = Grammar(5)
+    return frozenset(itertools.chain(*(_neighbours(grammar.sentence()) for _ in range(4000))))
 
 
-def has_possible_order(words: Sequence[Word]) -> bool:
-    """Whether all neighbours in a sentence can be neighbours in the grammar."""
-    kinds = ["", *(word.kind for word in words), ""]
-    return all(pair in POSSIBLE_NEIGHBOURS for pair in itertools.pairwise(kinds))
+def _neighbours(words: Sequence[Word]) -> set[tuple[str, str]]:
+    # "" is the beginning of a sentence and its end
+    return set(itertools.pairwise(["", *(word.kind for word in words), ""]))
 
 
 def as_text(words: Sequence[Word]) -> str:
@@ -218,38 +191,10 @@ def demo_splits(train_rows: int = TRAIN_ROWS, validation_rows: int = VALIDATION_
 
 
 def demo_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, the kind that RoBERTa has."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sentences, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
-    )
-    return wrap_tokenizer(tokenizer.to_str())
-
-
-def wrap_tokenizer(tokenizer_json: str) -> PreTrainedTokenizerFast:
-    """Give a trained tokenizer, as `tokenizers` writes it, the interface of `transformers`."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer_json),
-        bos_token="<s>",
-        eos_token="</s>",
-        cls_token="<s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=LONGEST_SENTENCE,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    """Train RoBERTa's tokenizer, a byte-level BPE, on sentences."""
+    special = {token: number for number, token in enumerate(("<s>", "<pad>", "</s>", "<unk>", "<mask>"))}
+    empty = RobertaTokenizerFast(vocab=special, merges=[], add_prefix_space=True, model_max_length=LONGEST_SENTENCE)
+    return empty.train_new_from_iterator(sentences, VOCABULARY_SIZE, show_progress=False)
 
 
 def demo_model(vocabulary_size: int, *, num_outputs: int, is_regression: bool) -> RobertaForSequenceClassification:

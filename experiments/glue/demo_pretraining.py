@@ -5,12 +5,11 @@ some words are exchanged, mostly for a word of the same part of speech: the mode
 to spot an exchange. No sentence of the validation split is seen, neither as drawn nor after the exchange.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ _REPLACED = 0.2
 _SAME_KIND = 0.7
 # label of tokens that are no words
 _IGNORED = -1
+# what the weights depend on -> the weights
+_PRETRAINED: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
 
 def pretrained_weights(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
@@ -36,25 +37,25 @@ def pretrained_weights(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
 
     The default random state is left as it was.
     """
-    return _pretrain(tokenizer.backend_tokenizer.to_str(), demo.HIDDEN_SIZE, demo.LAYERS, STEPS)
+    key = (tokenizer.backend_tokenizer.to_str(), demo.HIDDEN_SIZE, demo.LAYERS, STEPS)
+    if key not in _PRETRAINED:
+        _PRETRAINED[key] = _pretrain(tokenizer)
+    return _PRETRAINED[key]
 
 
-# the arguments after the first are the key of the cache: the weights depend on them
-@functools.lru_cache(maxsize=2)
-def _pretrain(tokenizer_json: str, hidden_size: int, layers: int, steps: int) -> dict[str, Tensor]:
-    tokenizer = demo.wrap_tokenizer(tokenizer_json)
+def _pretrain(tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(demo.DATA_SEED)
         encoder = demo.demo_model(len(tokenizer), num_outputs=2, is_regression=False).roberta
-        detector = nn.Linear(hidden_size, 1)
+        detector = nn.Linear(demo.HIDDEN_SIZE, 1)
         parameters = [*encoder.parameters(), *detector.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-        warmup_steps = math.ceil(_WARMUP * steps)
+        warm_up = math.ceil(_WARMUP * STEPS)
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / warmup_steps, (steps - step) / max(steps - warmup_steps, 1))
+            optimizer, lambda step: min((step + 1) / warm_up, (STEPS - step) / max(STEPS - warm_up, 1))
         )
         batches = _batches(tokenizer, held_out=frozenset(demo.demo_splits()["validation"]["sentence"]))
-        for _ in tqdm(range(steps), desc="demo: pretraining", dynamic_ncols=True, disable=None):
+        for _ in tqdm(range(STEPS), desc="demo: pretraining", dynamic_ncols=True, disable=None):
             tokens, replaced = next(batches)
             hidden = encoder(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long())[0]
             is_word = replaced != _IGNORED

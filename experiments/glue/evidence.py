@@ -21,8 +21,6 @@ table has this least margin.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -37,9 +35,10 @@ from scipy.stats import chi2, norm
 from scipy.stats import t as student_t
 
 from experiments.blocks import table
-from experiments.command_line import HarnessError, Parser
+from experiments.command_line import HarnessError, report_command
+from experiments.rows import read_json_lines
 
-from .comparison import check_comparable, label_of, noise_over_minibatch, rows_of_results
+from .comparison import check_comparable, label_of, noise_over_minibatch, points_between, rows_of_results
 from .result_file import COMPLETE
 from .settings import EXACT, load_named_config
 
@@ -57,13 +56,7 @@ _ONCE_MORE = "exact, once more on a GPU"
 
 @dataclass(frozen=True)
 class Average:
-    """A mean over tasks of the mean differences over seeds.
-
-    Attributes:
-        mean: In points.
-        error: Its standard error.
-        freedom: Degrees of freedom of the standard error.
-    """
+    """A mean over tasks of the mean differences over seeds, its standard error, and the error's degrees of freedom."""
 
     mean: float
     error: float
@@ -111,40 +104,29 @@ def chance_of_equal(spread: float, pairs: int, margin: float, *, most: float = m
 
 @dataclass(frozen=True)
 class Evidence:
-    """One method over all tasks.
-
-    Attributes:
-        name: The method in words.
-        differences: Score minus exact's of the same seed, in points, by task.
-        noise: Variance that the method adds to the whole gradient before the training, over the minibatch's own, by
-            task, one value a seed; chance can make it negative. NaN where it was not measured, also of the exact run.
-        kept: Bytes kept over exact's on the same batch, mean over the runs of the study's tasks.
-        crossed: How many differences are of runs on two kinds of machines.
-    """
+    """One method over all tasks, with values a seed by task."""
 
     name: str
+    # score minus exact's of the same seed, in points
     differences: Mapping[str, tuple[float, ...]]
+    # variance added to the initial gradient over the minibatch's own; chance can make it negative; NaN if unknown
     noise: Mapping[str, tuple[float, ...]]
+    # bytes over exact's on the same batch, mean over the runs of the study's tasks
     kept: float
+    # how many differences are of runs on two kinds of machines
     crossed: int
 
 
-def read_study(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Read the complete runs of the study.
-
-    Raises:
-        HarnessError: If there are none.
-    """
-    path = folder / ROWS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    results = [result for result in map(json.loads, lines) if result["status"] == COMPLETE]
+def read_study(folder: Path = RESULTS) -> list[Result]:
+    """Read the complete runs of the study."""
+    results = [result for result in read_json_lines(folder / ROWS) if result["status"] == COMPLETE]
     if not results:
-        raise HarnessError(f"{path} has no complete run; run `make study` first")
+        raise HarnessError(f"{folder / ROWS} has no complete run; run `make study` first")
     check_comparable(results)
     return results
 
 
-def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
+def evidence_of(results: Sequence[Result]) -> list[Evidence]:
     rows = rows_of_results(results)
     exact = [result for result in results if result["config"]["method"] == EXACT]
     found = []
@@ -156,11 +138,11 @@ def evidence_of(results: Sequence[dict[str, Any]]) -> list[Evidence]:
         name = _ONCE_MORE if own[0].method == EXACT else own[0].description
         if pairs:
             crossed = sum(_machine(run) != _machine(reference) for run, reference in pairs)
-            found.append(Evidence(name, _by_task(pairs, _difference), _by_task(pairs, _noise), kept, crossed))
+            found.append(Evidence(name, _by_task(pairs, points_between), _by_task(pairs, _noise), kept, crossed))
     return found
 
 
-def _reference(result: dict[str, Any], exact: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _reference(result: Result, exact: Sequence[Result]) -> Result | None:
     device = result["hardware"]["device"]
     pairs = [each for each in exact if _pair(each) == _pair(result)]
     if result["config"]["method"] == EXACT:
@@ -168,11 +150,11 @@ def _reference(result: dict[str, Any], exact: Sequence[dict[str, Any]]) -> dict[
     return min(pairs, key=lambda each: each["hardware"]["device"] != device, default=None)
 
 
-def _pair(result: dict[str, Any]) -> tuple[str, int]:
+def _pair(result: Result) -> tuple[str, int]:
     return result["config"]["task"], result["config"]["seed"]
 
 
-def _machine(result: dict[str, Any]) -> tuple[str, str | None]:
+def _machine(result: Result) -> tuple[str, str | None]:
     return result["hardware"]["device"], result["hardware"].get("gpu")
 
 
@@ -199,17 +181,13 @@ def _by_task(
     return {task: tuple(map(statistics.fmean, found[task].values())) for task in sorted(found)}
 
 
-def _difference(result: Result, reference: Result) -> float:
-    return float(100 * (result["final"]["score"] - reference["final"]["score"]))
-
-
-def _noise(result: dict[str, Any], reference: dict[str, Any]) -> float:
+def _noise(result: Result, reference: Result) -> float:
     noise = None if result["config"]["method"] == EXACT else noise_over_minibatch(result, reference)
     return math.nan if noise is None else noise
 
 
-def evidence_table(results: Sequence[dict[str, Any]]) -> str:
-    """Write the table of differences to exact, in Markdown, and a sentence below."""
+def evidence_table(results: Sequence[Result]) -> str:
+    """Return the table of differences to exact, and sentences below."""
     found = evidence_of(results)
     run = sorted({result["config"]["task"] for result in results})
     tasks = _tasks(run)
@@ -270,13 +248,12 @@ def _scatter(results: Sequence[Result], found: Sequence[Evidence]) -> Iterator[s
     if spread:
         text = ", ".join(f"{task} {spread[task]:.1f}" for task in sorted(spread))
         yield f"Exact runs of different seeds on the device {device} have a standard deviation of {text} points."
-    pairs = _of_two_exact_runs(found)
-    if len(pairs) > 1:
-        size = _root_mean_square(pairs)
-        low, high = (size * math.sqrt(len(pairs) / chi2.ppf(share, len(pairs))) for share in (0.975, 0.025))
+    size, pairs = _of_two_exact_runs(found)
+    if pairs > 1:
+        low, high = (size * math.sqrt(pairs / chi2.ppf(share, pairs)) for share in (0.975, 0.025))
         yield (
             f"Two exact runs of a seed, one on a CPU and one on a GPU, differ by {size:.1f} points (root mean square of"
-            f" {len(pairs)} pairs; its 95 % interval is {low:.1f} to {high:.1f})."
+            f" {pairs} pairs; its 95 % interval is {low:.1f} to {high:.1f})."
         )
         half = norm.ppf(0.975) * size / math.sqrt(20)
         # two one-sided tests of 5 %, with a power of 80 %
@@ -292,25 +269,25 @@ def _scatter(results: Sequence[Result], found: Sequence[Evidence]) -> Iterator[s
         )
 
 
-def _of_two_exact_runs(found: Sequence[Evidence]) -> list[float]:
+def _of_two_exact_runs(found: Sequence[Evidence]) -> tuple[float, int]:
+    """Return the root mean square of the differences between two exact runs of a seed, and how many there are."""
     again = (each.differences.values() for each in found if each.name == _ONCE_MORE)
-    return [value for differences in again for of_task in differences for value in of_task]
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(statistics.fmean(value**2 for value in values))
+    values = [value for differences in again for of_task in differences for value in of_task]
+    return math.hypot(*values) / math.sqrt(max(1, len(values))), len(values)
 
 
 def difference_cell(values: Sequence[float]) -> str:
-    """Write the mean of differences, half of its 95 % interval, and how many there are."""
-    if not values:
-        return ""
+    """Return the mean of differences, half of its 95 % interval, and how many there are."""
+    return f"{mean_cell(values, 1)} ({len(values)})" if values else ""
+
+
+def mean_cell(values: Sequence[float], digits: int) -> str:
+    """Return the mean of differences, and half of its 95 % interval where it has one."""
     average = Average.of([values])
-    text = f"{statistics.fmean(values):+.1f}" + ("" if average is None else f" ± {average.half:.1f}")
-    return f"{text} ({len(values)})"
+    return f"{statistics.fmean(values):+.{digits}f}" + ("" if average is None else f" ± {average.half:.{digits}f}")
 
 
-def drawn(results: Sequence[dict[str, Any]]) -> Figure:
+def drawn(results: Sequence[Result]) -> Figure:
     """Draw score differences over the noise: a point a run, a colour a method, a marker a task.
 
     The runs of a method on a task stand at their mean noise. A method whose noise is within two standard errors of 0
@@ -338,8 +315,8 @@ def drawn(results: Sequence[dict[str, Any]]) -> Figure:
         axes.plot([], [], marker, color="0.4", label=task)
     axes.axhline(0, color="0.3", linewidth=1)
     axes.axvline(_LEAST_NOISE, color="0.6", linewidth=1, linestyle=":")
-    if pairs := _of_two_exact_runs(evidence_of(results)):
-        floor = _root_mean_square(pairs)
+    floor, pairs = _of_two_exact_runs(evidence_of(results))
+    if pairs:
         axes.axhspan(-floor, floor, color="0.9", zorder=0, label="between two exact runs (root mean square)")
     axes.set_xscale("log")
     axes.set_xlabel("variance added over the minibatch's own (left of the line: not told from 0)")
@@ -348,17 +325,11 @@ def drawn(results: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.glue.evidence", description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the study's rows")
-
-    def work(options: argparse.Namespace) -> None:
-        results = read_study(options.results)
-        drawn(results).savefig(options.results / FIGURE, dpi=150)
-        print(f"{evidence_table(results)}\n\nfigure: {options.results / FIGURE}")
-
-    return parser.run(work, arguments)
+def _work(folder: Path) -> str:
+    results = read_study(folder)
+    drawn(results).savefig(folder / FIGURE, dpi=150)
+    return f"{evidence_table(results)}\n\nfigure: {folder / FIGURE}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(_work, RESULTS))

@@ -1,7 +1,5 @@
 """SHA-256 of the data, models and weights of a run."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +16,7 @@ _MODEL_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
 def sources(settings: RunSettings) -> dict[str, str | None]:
-    """Fingerprint the files of a run, before they are loaded.
-
-    Returns:
-        SHA-256 of the data files and of the model's files, None for files that are not on this machine; and the
-        version of this library.
-    """
+    """Return the version of this library, and SHA-256 of data and model files, None where they are not here."""
     found: dict[str, str | None] = {"data files": None, "model files": None, "rmm_linear": rmm_linear.__version__}
     if settings.data not in ("hub", "demo"):
         task = settings.task_description
@@ -36,15 +29,14 @@ def sources(settings: RunSettings) -> dict[str, str | None]:
 
 
 def _files_fingerprint(paths: Sequence[Path]) -> str | None:
-    """SHA-256 over names and contents; None where a file is missing; reading it raises the error."""
+    """SHA-256 over names and contents; None where a file is missing, for reading it raises the error."""
     digest = hashlib.sha256()
     for path in paths:
         try:
             content = path.read_bytes()
         except OSError:
             return None
-        digest.update(f"{path.name} {len(content)} ".encode())
-        digest.update(content)
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
 
@@ -62,6 +54,5 @@ def data_fingerprint(splits: DatasetDict) -> str:
     digest = hashlib.sha256()
     for split in ("train", "validation"):
         for column in splits[split].column_names:
-            digest.update(f"{split}/{column}".encode())
-            digest.update(repr(list(splits[split][column])).encode())
+            digest.update(f"{split}/{column}{list(splits[split][column])!r}".encode())
     return digest.hexdigest()

@@ -37,20 +37,14 @@ _SCALED = {**_PASS, "use_scaling": True}
 
 @dataclass(frozen=True)
 class Peer:
-    """Code of another project.
-
-    Attributes:
-        name: In words.
-        install: Called with a prepared run, whose model it changes.
-        checkout: Its folder, None for torch's own pass.
-        pad_multiple: The number of which lengths of batches have to be multiples.
-        is_run_once: Whether a run of one task and seed says all.
-    """
+    """Code of another project, which `install` brings into the model of a prepared run."""
 
     name: str
     install: Callable[[PeerRun], Any]
+    # None for torch's own pass
     checkout: Path | None = None
     pad_multiple: int = 0
+    # whether a run of one task and seed says all
     is_run_once: bool = False
 
 
@@ -170,12 +164,7 @@ def peers(options: argparse.Namespace) -> list[Peer]:
         Peer("fewbit: GELU in 3 bits", _with_gelu, few, is_run_once=True),
         Peer("torch.compile, activations in FP8", functools.partial(_compiled, quantization=_SCALED), pad_multiple=64),
         Peer("torch.compile", _compiled, pad_multiple=64, is_run_once=True),
-        Peer(
-            "torch.compile, FP8 by default",
-            functools.partial(_compiled, quantization=_PASS),
-            pad_multiple=64,
-            is_run_once=True,
-        ),
+        Peer("torch.compile, FP8 by default", functools.partial(_compiled, quantization=_PASS), None, 64, True),
     ]
 
 
@@ -208,9 +197,8 @@ def _with_gelu(run: PeerRun, is_native: bool = False) -> None:
     package = _package(run.checkout, "fewbit")
     borders, levels = importlib.import_module("fewbit.functional.activations").store.get("gelu", 3)
 
-    def native(x: Tensor) -> Tensor:
-        found: Tensor = torch.ops.fewbit.gelu(x, borders[1:-1], levels)
-        return found
+    def native(x: Tensor) -> Any:
+        return torch.ops.fewbit.gelu(x, borders[1:-1], levels)
 
     for layer in run.model.base_model.encoder.layer:
         layer.intermediate.intermediate_act_fn.forward = native if is_native else package.GELU().forward

@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,13 +71,9 @@ def _outcome(peer: Peer, settings: RunSettings) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return {**found, "error": first_line(error)}
-    kept = trained["kept_bytes"]
-    lost = not_finite(trained)
-    return {
-        "score": trained["final"]["score"],
-        "kept": kept["model"] / kept["exact_model"],
-        "error": lost and f"diverged: {lost} is not finite at the end",
-    }
+    kept, lost = trained["kept_bytes"], not_finite(trained)
+    diverged = lost and f"diverged: {lost} is not finite at the end"
+    return {"score": trained["final"]["score"], "kept": kept["model"] / kept["exact_model"], "error": diverged}
 
 
 def _settings(options: argparse.Namespace, task: str, seed: int, pad_multiple: int) -> RunSettings:
@@ -131,15 +127,16 @@ def time_all(options: argparse.Namespace) -> None:
         except Exception:
             traceback.print_exc()
     rounds = [{name: step() for name, step in steps.items()} for _ in range(1 + _ROUNDS)]
-    rows = []
-    for name in steps:
-        found = Quantiles.of([seconds[name] / seconds[EXACT] for seconds in rounds[1:]])
-        rows.append({"name": name, "time": found.median, "time_q20": found.low, "time_q80": found.high, **origin()})
+    found = {name: Quantiles.of([seconds[name] / seconds[EXACT] for seconds in rounds[1:]]) for name in steps}
+    rows = [
+        {"name": name, "time": of.median, "time_q20": of.low, "time_q80": of.high, **origin()}
+        for name, of in found.items()
+    ]
     write_rows(options.results / TIMES, rows)
 
 
 def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
-    """Write the table of the committed rows beside the study's of the same tasks and seeds, in Markdown."""
+    """Return the table of the committed rows beside the study's of the same tasks and seeds."""
     rows = read_rows(folder / FILE)
     times = {row["name"]: row for row in read_rows(folder / TIMES)} if (folder / TIMES).exists() else {}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
@@ -152,11 +149,8 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         # runs of one seed on two kinds of devices differ as much as methods do
         and each["hardware"]["device"] == "cpu"
     ]
-    exact = {
-        (each["config"]["task"], each["config"]["seed"]): each["final"]["score"]
-        for each in results
-        if each["config"]["method"] == EXACT
-    }
+    runs = [(each["config"], each["final"]["score"]) for each in results]
+    exact = {(run["task"], run["seed"]): score for run, score in runs if run["method"] == EXACT}
     # of one task, for the share depends on the lengths of its texts, and some peers have runs of one task
     kept_by_ours = {
         each.name: each.kept for each in evidence_of([each for each in results if each["config"]["task"] == tasks[0]])
@@ -203,28 +197,23 @@ def _time_cell(times: dict[str, dict[str, Any]], name: str) -> str:
     return "-" if row is None else f"{row['time']:.2f} ({row['time_q20']:.2f}-{row['time_q80']:.2f})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.glue.peers", description=__doc__.partition("\n")[0])
+def _work(options: argparse.Namespace) -> None:
+    # the hub's client reads it when it is imported
+    if Path(options.model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    (time_all if options.time else run_all)(options)
+    print(peers_table(options.results))
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
     parser.add_argument("--model", required=True, help="folder that from_pretrained reads, or a name on the hub")
     parser.add_argument("--data", required=True, help="folder in the official GLUE layout")
-    parser.add_argument("--fewbit", type=Path, required=True, help="checkout of fewbit")
-    parser.add_argument("--wtacrs", type=Path, required=True, help="checkout of WTA-CRS")
-    parser.add_argument("--gact", type=Path, required=True, help="checkout of GACT")
+    for project in ("fewbit", "wtacrs", "gact"):
+        parser.add_argument(f"--{project}", type=Path, required=True, help="checkout of the project")
     parser.add_argument("--tasks", nargs="+", default=["mrpc", "rte"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peer", help="run this one alone, by its name in the rows")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--time", action="store_true", help="measure the time of steps, and train nothing")
-
-    def work(options: argparse.Namespace) -> None:
-        # the hub's client reads it when it is imported
-        if Path(options.model).is_dir():
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        (time_all if options.time else run_all)(options)
-        print(peers_table(options.results))
-
-    return parser.run(work, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(parser.run(_work))

@@ -3,19 +3,23 @@
 Everything is computed from the results; nothing that is typed here says how a method did.
 """
 
-from __future__ import annotations
-
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments.blocks import table
 from experiments.command_line import report_command
 from experiments.rows import replace_file
 
 from .comparison import Comparison, Mean, Quantiles, Row, compare
-from .figure import draw_figure
 from .settings import CHECKPOINTING, EXACT
 
 _MIB = 2**20
@@ -23,6 +27,10 @@ _MIB = 2**20
 _EXACT_TIME = Quantiles(0.95, 1.0, 1.05)
 # shares of exact's bytes that count as the same
 _SAME_SHARE = 0.03
+_TASKS_A_ROW = 3
+_NOISE_COLOURS = colormaps["plasma"]
+# in inches: the width of a method's name
+_LEGEND_WIDTH = 3.6
 
 
 def write_report(folder: Path) -> str:
@@ -71,6 +79,7 @@ def _cells(row: Row) -> dict[str, str]:
     ratio, time, names = row.knob("ratio"), row.step_time, list(row.metrics)
     # a task with one metric has it for a score
     several = names if len(names) > 1 else []
+    pairs = row.score.seeds if row.difference is None else row.difference.seeds
     return {
         "method": row.method,
         "ratio": "" if ratio is None else f"{ratio:g}",
@@ -82,19 +91,12 @@ def _cells(row: Row) -> dict[str, str]:
         "score" if several else names[0].replace("_", " "): _points(row.score),
         **{name: _points(row.metrics[name]) for name in several},
         "minus exact": "" if row.difference is None else _signed_points(row.difference),
-        "seeds": _seeds(row),
+        # and the number of pairs with exact if it is smaller
+        "seeds": f"{row.score.seeds}" + (f" ({pairs} paired)" if pairs < row.score.seeds else ""),
         "noise": f"{row.noise:.1g}" if row.noise else "0",
         "training s": "" if row.train_seconds is None else _points(row.train_seconds),
         "step time / exact": "" if time is None else f"{time.median:.2f} [{time.low:.2f}, {time.high:.2f}]",
     }
-
-
-def _seeds(row: Row) -> str:
-    """The number of seeds, and the number of pairs with exact if it is smaller."""
-    seeds = len(row.seeds)
-    if row.difference is None or row.difference.seeds == seeds:
-        return str(seeds)
-    return f"{seeds} ({row.difference.seeds} paired)"
 
 
 def _notes(comparison: Comparison) -> str:
@@ -104,7 +106,7 @@ def _notes(comparison: Comparison) -> str:
         f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
     }
     clipped = sorted(share for result in results if (share := _clipped_share(result)) is not None)
-    fewest = min(len(row.seeds) for row in comparison.rows)
+    fewest = min(row.score.seeds for row in comparison.rows)
     spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
     notes = {
         f"Scores are in points after the last epoch, never the best one{spread}; a task with two metrics is scored by"
@@ -195,9 +197,68 @@ def _clipped_share(result: dict[str, Any]) -> float | None:
     return sum(norm is None or norm > limit for norm in norms) / len(norms)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return report_command(write_report, arguments=arguments)
+def draw_figure(comparison: Comparison, path: Path) -> None:
+    """Draw one row of panels a task: scores and, where they mean something, times; numbers stand for the methods."""
+    tasks = comparison.tasks
+    # with times a row of two panels a task, without them the tasks side by side
+    columns = 2 if comparison.has_times else min(len(tasks), _TASKS_A_ROW)
+    rows = len(tasks) if comparison.has_times else math.ceil(len(tasks) / columns)
+    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    names = list(dict.fromkeys(row.description for row in comparison.rows))
+    noises = [row.noise for row in comparison.rows if row.noise]
+    scale = LogNorm(min(noises), max(noises)) if noises else None
+    panels = iter(grid.flat)
+    for task in tasks:
+        members = comparison.of_task(task)
+        axes = next(panels)
+        _draw(axes, [(row, *row.score[:2]) for row in members], names, scale)
+        seeds = min(row.score.seeds for row in members)
+        axes.set_title(f"{task}: score, {seeds} seed{'s' if seeds > 1 else ''}")
+        axes.set_ylabel(f"score (points; {', '.join(name.replace('_', ' ') for name in members[0].metrics)})")
+        if comparison.has_times:
+            axes = next(panels)
+            timed = [(row, row.step_time.median, None) for row in members if row.step_time is not None]
+            if not timed:
+                # no exact run to compare with
+                axes.set_visible(False)
+                continue
+            timed += [(row, 1.0, None) for row in members if row.method == EXACT]
+            _draw(axes, timed, names, scale)
+            axes.set_title(f"{task}: step time")
+            axes.set_ylabel("step time over exact's")
+    for unused in panels:
+        unused.set_visible(False)
+    if scale:
+        label = "noise / minibatch's own (black: none)"
+        figure.colorbar(ScalarMappable(scale, _NOISE_COLOURS), ax=grid[:, -1], label=label)
+    handles = [
+        Line2D([], [], linestyle="", marker=f"${number}$", color="black", markersize=8, label=name)
+        for number, name in enumerate(names, start=1)
+    ]
+    columns = max(1, int(5.6 * columns / _LEGEND_WIDTH))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, handlelength=1, fontsize=9)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _draw(
+    axes: Any, points: Sequence[tuple[Row, float, float | None]], names: Sequence[str], scale: LogNorm | None
+) -> None:
+    """Draw a panel; the numbers of neighbouring points are on different sides."""
+    for place, (row, value, spread) in enumerate(sorted(points, key=lambda point: point[1])):
+        colour = _NOISE_COLOURS(scale(row.noise)) if row.noise and scale else "0.6" if row.noise is None else "black"
+        kept = row.kept_bytes / _MIB
+        axes.errorbar(kept, value, spread, color=colour, marker="o", markersize=8, markeredgecolor="black", capsize=3)
+        number = str(names.index(row.description) + 1)
+        side = {"ha": "right", "xytext": (-7, 0)} if place % 2 else {"ha": "left", "xytext": (7, 0)}
+        axes.annotate(number, (kept, value), **side, textcoords="offset points", va="center", fontsize=9)
+        if row.method == EXACT:
+            axes.axhline(value, color="black", linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlabel("kept for backward, one batch (MiB)")
+    axes.set_xlim(0, 1.1 * max(row.kept_bytes / _MIB for row, *_ in points))
+    axes.margins(y=0.15)
+    axes.grid(alpha=0.25)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report_command(write_report))

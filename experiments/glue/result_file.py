@@ -1,7 +1,5 @@
 """The result file of a run: one JSON document, replaced as a whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -15,10 +13,7 @@ FORMAT = 1
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result file so that a reader, or a power cut, never meets half of one; nan and inf become null.
-
-    Each top-level key has a line: long columns of numbers stay diffable and don't take a line a number.
-    """
+    """Write a result file whole or not at all, with a line for each top-level key; nan and inf become null."""
     finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in finite.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"

@@ -6,8 +6,6 @@ Examples:
     python -m experiments.glue.run --config demo --grid --report
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import sys
@@ -22,12 +20,8 @@ from .settings import RunSettings, load_named_config, stay_offline
 DEFAULT_RESULTS = Path(__file__).parent / "results"
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m experiments.glue.run",
-        description="Fine-tune with one method, and write one result file a run.",
-        allow_abbrev=False,
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser("Fine-tune with one method, and write one result file a run.")
     parser.add_argument("--config", default="demo", help="named configuration, or a .json file (default: demo)")
     for setting in dataclasses.fields(RunSettings):
         kind: Any = str(setting.type).removesuffix(" | None")
@@ -41,16 +35,12 @@ def _parser() -> Parser:
     parser.add_argument("--results", type=Path, help="results folder (default: experiments/glue/results/<config>)")
     parser.add_argument("--report", action="store_true", help="end with the tables and the figure of the folder")
     parser.add_argument("--force", action="store_true", help="throw away earlier results of the same runs")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return _parser().run(_run, arguments)
+    return parser.run(_run, arguments)
 
 
 def _run(options: argparse.Namespace) -> None:
     config = load_named_config(options.config)
-    names = [setting.name for setting in dataclasses.fields(RunSettings)]
+    names = {setting.name for setting in dataclasses.fields(RunSettings)}
     changes = {key: value for key, value in vars(options).items() if key in names and value is not None}
     runs = config.grid(**changes) if options.grid else [config.run(**changes)]
     results = options.results or DEFAULT_RESULTS / config.name

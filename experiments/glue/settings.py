@@ -24,16 +24,19 @@ CHECKPOINTING = "checkpointing"
 BUDGET, CODES, FIT = "budget", "codes", "fit"
 # bits of codes -> the option of the backend of torch.compile
 BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
-SCHEDULES = ("polynomial", "linear", "constant")
-PRECISIONS = ("float32", "bfloat16")
-_BOUNDS: dict[str, Callable[[float], bool]] = {
-    "a finite number above 0": lambda value: value > 0,
-    "a finite number of at least 0": lambda value: value >= 0,
+_METHODS = (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
+# what a setting may be, in the words of its error
+_BOUNDS: dict[str, Callable[[Any], bool]] = {
+    "a finite number above 0": lambda value: 0 < value < math.inf,
+    "a finite number of at least 0": lambda value: 0 <= value < math.inf,
     "in [0, 2**32)": lambda value: 0 <= value < 2**32,
     "in [0, 1]": lambda value: 0 <= value <= 1,
     "in [0, 1)": lambda value: 0 <= value < 1,
+    "one of polynomial, linear, constant": lambda value: value in ("polynomial", "linear", "constant"),
+    "one of float32, bfloat16": lambda value: value in ("float32", "bfloat16"),
+    f"one of {', '.join(BITS)}": lambda value: value in (None, *BITS),
 }
-_POSITIVE, _NOT_NEGATIVE, _SEED, _SHARE, _BELOW_1 = _BOUNDS
+_POSITIVE, _NOT_NEGATIVE, _SEED, _SHARE, _BELOW_1, _SCHEDULE, _PRECISION, _BITS = _BOUNDS
 # settings that leave every number of a result as it is
 IRRELEVANT = ("save_steps", "timing")
 # switches of a sketch that are off by default, and recorded only where they are on -> their word in a run's name
@@ -60,7 +63,7 @@ class RunSettings:
     method: str = _setting(EXACT, "exact, checkpointing, budget, codes, fit, or a sketch: gaussian, hadamard, ...")
     ratio: float | None = _setting(None, "rows kept over rows; in (0, 1]")
     center: bool | None = _setting(None, "keep the column mean of the input apart")
-    bits: str | None = _setting(None, "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else")
+    bits: str | None = _setting(None, "of codes: 8, 4, or 4/8 for 4 of activation functions and 8 of all else", _BITS)
     budget: str | None = _setting(None, "of a step's peak, for budget and fit: such as 50%% or 200MiB")
     executor: str | None = _setting(None, "of codes, budget and fit: inductor (the default), or exact, op by op")
     storage: str | None = _setting(None, "hold what is kept in int8, int4 or int2")
@@ -79,14 +82,14 @@ class RunSettings:
     )
     group_lengths: bool = _setting(False, "make training batches of sequences of about the same length")
     learning_rate: float = _setting(2e-5, "peak learning rate", _POSITIVE)
-    schedule: str = _setting("polynomial", "polynomial, linear or constant, after the warm-up")
+    schedule: str = _setting("polynomial", "polynomial, linear or constant, after the warm-up", _SCHEDULE)
     warmup: float = _setting(0.06, "share of the steps that warm up", _SHARE)
     weight_decay: float = _setting(0.1, "of AdamW", _NOT_NEGATIVE)
     beta1: float = _setting(0.9, "of AdamW", _BELOW_1)
     beta2: float = _setting(0.98, "of AdamW", _BELOW_1)
     epsilon: float = _setting(1e-6, "of AdamW", _POSITIVE)
     max_grad_norm: float = _setting(1.0, "clip gradients to this norm; 0 for no clipping", _NOT_NEGATIVE)
-    precision: str = _setting("float32", "float32 or bfloat16")
+    precision: str = _setting("float32", "float32 or bfloat16", _PRECISION)
     monitor: int = _setting(
         0, "steps in which the noise of each layer is measured once; 0 for no measurement", _NOT_NEGATIVE
     )
@@ -105,10 +108,13 @@ class RunSettings:
                 f"the task {self.task!r} does not fit --data {self.data}; the task 'demo' goes with --data demo, the "
                 "GLUE tasks with --data hub or --data <folder>"
             )
-        methods = (EXACT, CHECKPOINTING, BUDGET, CODES, FIT, *available_sketches())
+        methods = (*_METHODS, *available_sketches())
         if self.method not in methods:
             raise HarnessError(f"unknown method {self.method!r}; choose one of {', '.join(methods)}")
-        self._check_numbers()
+        for setting in dataclasses.fields(self):
+            value, bounds = getattr(self, setting.name), setting.metadata["bounds"]
+            if bounds and not _BOUNDS[bounds](value):
+                raise HarnessError(f"{setting.name}={value!r} is not {bounds}")
         object.__setattr__(self, "exclude_modules", tuple(self.exclude_modules))
         self._check_compiled()
         if not self.uses_sketch:
@@ -118,12 +124,9 @@ class RunSettings:
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
                 raise HarnessError(f"the method {self.method!r} keeps no sketch: leave out {options}")
             return
+        knobs = {name: getattr(self, name) for name in ("ratio", "center") if getattr(self, name) is not None}
         try:
-            config = RMMConfig(sketch=self.method, min_rows=self.min_rows, storage=self.storage)
-            if self.ratio is not None:
-                config = config.replace(ratio=self.ratio)
-            if self.center is not None:
-                config = config.replace(center=self.center)
+            config = RMMConfig(sketch=self.method, min_rows=self.min_rows, storage=self.storage, **knobs)
         except (TypeError, ValueError) as error:
             raise HarnessError(str(error)) from error
         object.__setattr__(self, "ratio", config.ratio)
@@ -136,8 +139,6 @@ class RunSettings:
                     f"--method {' or '.join(methods)} and --{name} go together: pass both or neither, as --{name}"
                     f" {example}"
                 )
-        if self.bits is not None and self.bits not in BITS:
-            raise HarnessError(f"bits={self.bits!r} is not one of {', '.join(BITS)}")
         if self.executor is not None and self.plan_options is None:
             raise HarnessError(f"the method {self.method!r} has no plan: leave out --executor")
         try:
@@ -148,19 +149,9 @@ class RunSettings:
             # given by name, it is the same run
             object.__setattr__(self, "executor", None)
 
-    def _check_numbers(self) -> None:
-        for name, choices in (("schedule", SCHEDULES), ("precision", PRECISIONS)):
-            if getattr(self, name) not in choices:
-                raise HarnessError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for setting in dataclasses.fields(self):
-            value, bounds = getattr(self, setting.name), setting.metadata["bounds"]
-            # NaN fails every comparison, infinity only this one
-            if bounds and not (math.isfinite(value) and _BOUNDS[bounds](value)):
-                raise HarnessError(f"{setting.name}={value} is not {bounds}")
-
     @property
     def uses_sketch(self) -> bool:
-        return self.method not in (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
+        return self.method not in _METHODS
 
     @property
     def plan_options(self) -> dict[str, Any] | None:
@@ -175,17 +166,9 @@ class RunSettings:
     @property
     def rmm_config(self) -> RMMConfig:
         """The configuration of the converted layers; only where `uses_sketch`."""
-        assert self.ratio is not None
-        assert self.center is not None
-        return RMMConfig(
-            ratio=self.ratio,
-            sketch=self.method,
-            center=self.center,
-            min_rows=self.min_rows,
-            storage=self.storage,
-            skip_padding=self.skip_padding,
-            keep_tokens=(0,) if self.keep_first else (),
-        )
+        names = ("ratio", "center", "min_rows", "storage", "skip_padding")
+        kept = (0,) if self.keep_first else ()
+        return RMMConfig(sketch=self.method, keep_tokens=kept, **{name: getattr(self, name) for name in names})
 
     @property
     def task_description(self) -> Task:
@@ -238,21 +221,13 @@ def is_local_model(model: str) -> bool:
 
 @dataclass(frozen=True)
 class NamedConfig:
-    """A file of `configs/`: settings, exceptions a task, and the grid that a sweep runs.
-
-    Attributes:
-        name: The file's name without its suffix.
-        settings: Settings that differ from the defaults of `RunSettings`.
-        task_settings: Settings that hold for one task only, by task.
-        tasks: Tasks of the grid.
-        methods: Methods of the grid with their knobs: dictionaries with `method` and the settings of `KNOBS`.
-        seeds: Seeds of the grid.
-    """
+    """A file of `configs/`: settings, exceptions a task, and the grid that a sweep runs."""
 
     name: str
     settings: dict[str, Any]
     task_settings: dict[str, dict[str, Any]]
     tasks: tuple[str, ...]
+    # with `method` and the settings of `KNOBS`
     methods: tuple[dict[str, Any], ...]
     seeds: tuple[int, ...]
 
@@ -266,9 +241,8 @@ class NamedConfig:
 
         Each seed starts with another method, so that no method always meets a fresh, or a warm, machine.
 
-        Args:
-            **changes: Settings that win over the file's. `task`, `seed`, `method` and the settings of `KNOBS` choose
-                runs of the grid; a task, method or seed outside of the grid replaces the grid's own.
+        Of the changes, `task`, `seed`, `method` and the settings of `KNOBS` choose runs of the grid; a task, method or
+        seed outside of the grid replaces the grid's own. All others win over the file's settings.
         """
         chosen = {key: changes.pop(key) for key in ("method", *KNOBS) if key in changes}
         # as runs, so that knobs left out have their defaults
@@ -288,7 +262,6 @@ class NamedConfig:
 
 
 def config_path(name: str) -> Path:
-    """Where a configuration lies: a name of `configs/`, or the path of a JSON file of your own."""
     return Path(name) if name.endswith(".json") else CONFIG_FOLDER / f"{name}.json"
 
 
@@ -301,12 +274,10 @@ def load_named_config(name: str) -> NamedConfig:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = NamedConfig(
-            name=path.stem,
-            settings=content["settings"],
-            task_settings=content.get("task_settings", {}),
-            tasks=tuple(content["tasks"]),
-            methods=tuple(content["methods"]),
-            seeds=tuple(content["seeds"]),
+            path.stem,
+            content["settings"],
+            content.get("task_settings", {}),
+            *(tuple(content[name]) for name in ("tasks", "methods", "seeds")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HarnessError(

@@ -13,8 +13,6 @@ mean of their noises:
 The computations are in float32; bytes are counted in bfloat16.
 """
 
-from __future__ import annotations
-
 import argparse
 import bisect
 import dataclasses
@@ -22,7 +20,6 @@ import functools
 import itertools
 import statistics
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +31,7 @@ from experiments.blocks import table
 from experiments.command_line import HarnessError, Parser
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
-from rmm_linear import RMMConfig, SketchedLayer, available_sketches, convert_linears, revert_linears
+from rmm_linear import RMMConfig, available_sketches
 from rmm_linear.variance import (
     LayerProfile,
     NoiseProfile,
@@ -88,14 +85,11 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """One batch's inputs and gradients.
+    """One batch's inputs and gradients."""
 
-    Attributes:
-        layers: Name -> x (sequences, tokens, in) and g (sequences, tokens, out) of a linear layer.
-        real: Which rows are no padding, shape (rows,), bool.
-    """
-
+    # name -> x (sequences, tokens, in) and g (sequences, tokens, out) of a linear layer
     layers: Layers
+    # which rows are no padding, shape (rows,), bool
     real: Tensor
 
     @property
@@ -116,22 +110,21 @@ class Subject:
     """A model that is trained for a few steps, and the batches of its task."""
 
     def __init__(self, task: str, model: str, data: str, *, batch_size: int = _SEQUENCES) -> None:
-        self.settings = RunSettings(
-            task=task, model=model, data=data, batch_size=batch_size, learning_rate=2e-5, max_length=_LONGEST
-        )
-        stay_offline(self.settings)
+        settings = RunSettings(task=task, model=model, data=data, batch_size=batch_size, max_length=_LONGEST)
+        self.settings = settings
+        stay_offline(settings)
         from transformers import DataCollatorWithPadding
 
-        from .training import PreparedRun
+        from .training import PreparedRun, sketched_layers
 
-        self._prepared = PreparedRun(self.settings, cpu=True)
+        self._sketched_layers = sketched_layers
+        self._prepared = PreparedRun(settings, cpu=True)
         self.model, self._split = self._prepared.model.train(), self._prepared.splits["train"]
         if len(self._split) < 3 * batch_size:
             raise HarnessError(f"the task {task} has {len(self._split)} training rows, fewer than three batches")
         tokenizer = self._prepared.tokenizer
         longest = min(_LONGEST, tokenizer.model_max_length)
         self._pad = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=longest)
-        settings = self.settings
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=settings.learning_rate,
@@ -139,8 +132,7 @@ class Subject:
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
         )
-        self._generator, self._order = torch.Generator().manual_seed(settings.seed), list[int]()
-        self._steps = 0
+        self._generator, self._order, self._steps = torch.Generator().manual_seed(settings.seed), list[int](), 0
 
     @property
     def epoch(self) -> int:
@@ -160,11 +152,8 @@ class Subject:
             self._optimizer.step()
             self._optimizer.zero_grad()
 
-    def capture(self, number: int, *, seed: int | None = None) -> Captured:
-        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order.
-
-        Dropout draws by the settings' seed if none is given.
-        """
+    def capture(self, number: int, *, seed: int = 0) -> Captured:
+        """Take x and g of the layers that `convert_linears` converts from a batch of the split in its own order."""
         size = self.settings.batch_size
         batch = self._pad([self._split[row] for row in range(number * size, (number + 1) * size)])
         layers: dict[str, tuple[Tensor, Tensor]] = {}
@@ -175,9 +164,12 @@ class Subject:
             if x.shape[:-1] == batch["input_ids"].shape:
                 output.register_hook(lambda g: layers.update({name: (x, g.detach().clone())}))
 
-        converted = _converted_layers(self.model).items()
-        handles = [layer.register_forward_hook(functools.partial(see, name=name)) for name, layer in converted]
-        torch.manual_seed(self.settings.seed if seed is None else seed)
+        handles = [
+            layer.register_forward_hook(functools.partial(see, name=name))
+            for name, layer in self._sketched_layers(self.model, self.settings.model).items()
+        ]
+        # of dropout
+        torch.manual_seed(seed)
         self.model(**batch).loss.backward()
         for handle in handles:
             handle.remove()
@@ -188,20 +180,8 @@ class Subject:
         return Captured(dict(reversed(layers.items())), batch["attention_mask"].bool().flatten())
 
 
-def _converted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            convert_linears(model)
-        except ValueError as error:
-            raise HarnessError(f"the model can't have sketched layers ({error}); pass another --model") from error
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
-    revert_linears(model)
-    return layers
-
-
 def cells(rows: str) -> list[Cell]:
-    """Return x and g of all rows or of the real rows, on which all sketches are compared."""
+    """Return the configurations to compute: on real rows, those that compare all sketches as well."""
     found = [Cell(*family, budget) for budget in BUDGETS for family in _FAMILIES]
     if rows == REAL_ROWS:
         for sketch, center in itertools.product(available_sketches(), (False, True)):
@@ -213,10 +193,7 @@ def cells(rows: str) -> list[Cell]:
 
 
 def config_of(cell: Cell, widths: Sequence[int], *, rows: int, sketched: int) -> tuple[RMMConfig, float] | None:
-    """Return the configuration of the largest ratio within a budget, and the share of bytes; None if nothing fits.
-
-    `widths` are the layers' features, `sketched` of whose `rows` rows are sketched.
-    """
+    """Return the largest ratio's configuration within a budget, and the share of bytes; None if nothing fits."""
     most = int(_RATIO_STEPS * min(1.0, cell.budget * 16 / _BITS[cell.storage] * rows / sketched) + 1e-9)
     for step in range(most, 0, -1):
         ratio = step / _RATIO_STEPS
@@ -359,7 +336,7 @@ def _best(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _describe(row: dict[str, Any]) -> str:
     name = f"{row['sketch']} {row['ratio']:g}" if row["ratio"] < 1 else "the input"
-    return ", ".join([name, *(["centred"] if row["center"] else []), *([row["storage"]] if row["storage"] else [])])
+    return ", ".join(filter(None, (name, "centred" if row["center"] else "", row["storage"])))
 
 
 def sketches_table(path: Path = FILE) -> str:
@@ -385,9 +362,9 @@ def sketches_table(path: Path = FILE) -> str:
     return f"{head}\n\n{table(['sketch', *(storage or 'bfloat16' for storage in storages)], lines)}"
 
 
-def subject_parser(prog: str, about: str, tasks: Sequence[str], file: Path) -> Parser:
+def subject_parser(about: str, tasks: Sequence[str], file: Path) -> Parser:
     """Return a parser of the arguments that make a `Subject` for each task, and of the results file."""
-    parser = Parser(prog=prog, description=about.partition("\n")[0])
+    parser = Parser(about)
     parser.add_argument("--model", required=True, help="a folder that from_pretrained reads, a hub name, or demo")
     parser.add_argument("--data", required=True, help="a folder in the official GLUE layout, hub or demo")
     parser.add_argument("--tasks", nargs="+", default=tasks, help=f"whose batches (default: {' '.join(tasks)})")
@@ -396,11 +373,9 @@ def subject_parser(prog: str, about: str, tasks: Sequence[str], file: Path) -> P
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = subject_parser("python -m experiments.glue.sketch_noise", __doc__, TASKS, FILE)
+    parser = subject_parser(__doc__, TASKS, FILE)
     parser.add_argument("--steps", type=int, default=30, help="training steps before the measurement (default: 30)")
-    parser.add_argument(
-        "--draws", type=int, default=2500, help="real sketches of a row, over all layers (default: 2500)"
-    )
+    parser.add_argument("--draws", type=int, default=2500, help="real sketches of a row, over all layers")
     return parser.run(_run, arguments)
 
 

@@ -10,8 +10,6 @@ training split. Each finished run is a line of `rows.jsonl`, or of `tuning.jsonl
 over the steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -32,7 +30,7 @@ import torch
 
 from experiments.command_line import HarnessError, Parser
 from experiments.provenance import REPOSITORY
-from experiments.rows import replace_file
+from experiments.rows import append_json_line, read_json_lines, replace_file
 
 from .result_file import COMPLETE, read_result, write_result
 from .settings import EXACT, NamedConfig, RunSettings, config_path, load_named_config
@@ -80,21 +78,14 @@ class Study:
         runs = self._runs(config) + (self._runs(config, **few) if few else [])
         # stable: the methods of a task keep the order that the grid gives them
         runs.sort(key=lambda run: (run.seed, config.tasks.index(run.task)))
-        stages, planned = [(config.tasks, runs)], []
-        if last:
-            stages.append((last["tasks"], self._runs(config, **last)))
-        for tasks, grid in stages:
+        planned = []
+        for tasks, grid in ((config.tasks, runs), (last.get("tasks", ()), self._runs(config, **last) if last else [])):
             planned += [(TUNING, run) for task in tasks if not self.is_tuned(task) for run in self.tuning_runs(task)]
             planned += [(ROWS, run) for run in grid]
         return planned + [(ROWS, run) for run in (self._runs(config, **end) if end else ())]
 
     def rows(self, file: str) -> list[dict[str, Any]]:
-        path, rows = self.results / file, []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            # a full disk leaves half a line; the run's result file is in the work folder still
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-        return rows
+        return read_json_lines(self.results / file)
 
     def choose(self) -> None:
         """Write the best values of each task whose tuning is done into the configuration."""
@@ -120,19 +111,18 @@ class Study:
         result = read_result(result_path(run, folder))
         assert result is not None
         row = {key: value for key, value in result.items() if key not in ("format", "steps")}
-        self.results.mkdir(parents=True, exist_ok=True)
-        with (self.results / file).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row, allow_nan=False) + "\n")
+        append_json_line(self.results / file, row)
 
-    def hours_left(self, left: Sequence[RunSettings]) -> float | None:
-        """Estimate the hours of one process from the time of an epoch in finished runs; None if no run has finished."""
+    def hours_left(self, left: Sequence[RunSettings]) -> str:
+        """Say how many hours one process needs by the time of an epoch in finished runs; "" if no run has finished."""
         seconds: dict[str, list[float]] = {}
         for row in (*self.rows(TUNING), *self.rows(ROWS)):
             seconds.setdefault(row["config"]["task"], []).append(row["wall_seconds"] / row["config"]["epochs"])
         if not seconds:
-            return None
+            return ""
         unknown = [each for of_task in seconds.values() for each in of_task]
-        return sum(run.epochs * statistics.median(seconds.get(run.task, unknown)) for run in left) / 3600
+        hours = sum(run.epochs * statistics.median(seconds.get(run.task, unknown)) for run in left) / 3600
+        return f", about {hours:.1f} hours left for one process"
 
 
 def _merit(row: dict[str, Any]) -> tuple[float, ...]:
@@ -194,11 +184,8 @@ def work_through(study: Study) -> int:
                 # another process may have finished it since the rows were read
                 if run.recorded() in [row["config"] for row in study.rows(file)]:
                     break
-                hours = study.hours_left([run for _, run in left])
-                time_left = "" if hours is None else f", about {hours:.1f} hours left for one process"
-                print(
-                    f"[{len(planned) - len(left) + 1}/{len(planned)}] {folder.name} {run.name}{time_left}", flush=True
-                )
+                place, hours = len(planned) - len(left) + 1, study.hours_left([run for _, run in left])
+                print(f"[{place}/{len(planned)}] {folder.name} {run.name}{hours}", flush=True)
                 try:
                     execute(run, folder)
                     study.record(file, run, folder)
@@ -223,34 +210,29 @@ def run_again(study: Study, name: str) -> None:
     if name not in runs:
         raise HarnessError(f"the study has no run {name!r}; its runs are {', '.join(sorted(runs))}")
     score = execute(runs[name], study.work / "again", force=True)["final"]["score"]
-    scores = [
-        f"{row['final']['score']:.4f} on {row['hardware']['device']}" for row in study.rows(ROWS) if row["name"] == name
-    ]
-    print(f"{name}: score {score:.4f}; in the rows {', '.join(scores) or 'none'}")
+    rows = [row for row in study.rows(ROWS) if row["name"] == name]
+    known = ", ".join(f"{row['final']['score']:.4f} on {row['hardware']['device']}" for row in rows)
+    print(f"{name}: score {score:.4f}; in the rows {known or 'none'}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m experiments.glue.study", description=__doc__.partition("\n")[0])
+def _work(options: argparse.Namespace) -> int | None:
+    os.nice(19)
+    # Linux weighs processes of one terminal against each other, and terminals by this number
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
+    torch.set_num_threads(1)
+    study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
+    if options.again is not None:
+        return run_again(study, options.again)
+    return min(work_through(study), 1)
+
+
+if __name__ == "__main__":
+    parser = Parser(__doc__)
     parser.add_argument("--data", help="folder in the official GLUE layout")
     parser.add_argument("--model", help="folder that from_pretrained reads")
     parser.add_argument("--config", default="study", help="configuration, by name or path (default: study)")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "study")
     parser.add_argument("--again", metavar="NAME", help="do the run of this name once more")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "study", help="locks and checkpoints")
-
-    def work(options: argparse.Namespace) -> int | None:
-        study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
-        if options.again is not None:
-            return run_again(study, options.again)
-        return min(work_through(study), 1)
-
-    os.nice(19)
-    # Linux weighs processes of one terminal against each other, and terminals by this number
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
-    torch.set_num_threads(1)
-    return parser.run(work, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(parser.run(_work))

@@ -14,38 +14,29 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features
 
 # `datasets` is imported where it is needed: it takes seconds, and asks the environment whether the hub is to be reached
-_HUB_DATASET = "nyu-mll/glue"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, independent of the origin of its files.
-
-    Attributes:
-        name: On the command line and on the hub.
-        text_keys: Columns of the loaded dataset that hold the text, one for single sentences, two for pairs.
-        labels: Class names in the order of their integer labels; empty for a regression task.
-        folder: Folder of the task in the official layout.
-        columns: Official column of each text key and, last, of the label.
-        metrics: Names of the metrics, as `glue_metric` returns them. The task's score is their mean.
-        width: Number of columns of a file without a header, in which `columns` are positions; 0 for files with one.
-        has_names: Whether the official files hold the names of classes, and not their numbers.
-        dev_file: The official file of the validation split.
-        hub_split: The hub's name of the validation split.
-        malformed_rows: How many rows of the official release are known to lack columns. These are left out, as in the
-            hub's copy; anything beyond is an error.
-    """
+    """A task, independent of the origin of its files; the official release and the hub differ in some names."""
 
     name: str
+    # columns of the loaded dataset that hold the text, one for single sentences, two for pairs
     text_keys: tuple[str, ...]
+    # class names in the order of their integer labels; empty for a regression task
     labels: tuple[str, ...]
     folder: str
+    # official column of each text key and, last, of the label
     columns: tuple[str, ...]
+    # as `glue_metric` returns them; the task's score is their mean
     metrics: tuple[str, ...] = ("accuracy",)
+    # number of columns of a file without a header, in which `columns` are positions; 0 for files with a header
     width: int = 0
+    # whether the official files hold the names of classes, and not their numbers
     has_names: bool = False
     dev_file: str = "dev.tsv"
     hub_split: str = "validation"
+    # rows of the official release that lack columns, and are left out, as in the hub's copy; more are an error
     malformed_rows: int = 0
 
     @property
@@ -117,7 +108,7 @@ def _load_from_hub(task: Task) -> DatasetDict:
     from datasets import DatasetDict, load_dataset
 
     try:
-        splits = load_dataset(_HUB_DATASET, task.name)
+        splits = load_dataset("nyu-mll/glue", task.name)
     # the hub client raises a dozen unrelated exception types for "no network", "offline mode" and "not found"
     except Exception as error:
         raise HarnessError(
@@ -125,9 +116,7 @@ def _load_from_hub(task: Task) -> DatasetDict:
             "--data <folder in the official GLUE layout> or --data demo"
         ) from error
     columns = [*task.text_keys, "label"]
-    return DatasetDict(
-        train=splits["train"].select_columns(columns), validation=splits[task.hub_split].select_columns(columns)
-    )
+    return DatasetDict(train=splits["train"], validation=splits[task.hub_split]).select_columns(columns)
 
 
 def read_official_file(task: Task, path: Path) -> Dataset:

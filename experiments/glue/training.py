@@ -24,31 +24,15 @@ import evaluate
 import numpy as np
 import torch
 import transformers
-from datasets import DatasetDict
-from datasets import disable_progress_bars as disable_dataset_progress_bars
+from datasets import DatasetDict, disable_progress_bars
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    set_seed,
-)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from experiments import provenance
 from experiments.command_line import HarnessError
-from rmm_linear import RMMCallback, convert_linears, revert_linears
+from rmm_linear import RMMCallback, SketchedLayer, convert_linears, revert_linears
 from rmm_linear.integrations.hf_trainer import NOISE_KEY
 from rmm_linear.memory import SavedTensors
 from rmm_linear.variance import measure_step_noise
@@ -56,15 +40,7 @@ from rmm_linear.variance import measure_step_noise
 from . import fingerprints
 from .demo import demo_model, demo_splits, demo_tokenizer
 from .demo_pretraining import pretrained_weights
-from .result_file import (
-    COMPLETE,
-    DIVERGED,
-    FAILED,
-    FORMAT,
-    RUNNING,
-    read_result,
-    write_result,
-)
+from .result_file import COMPLETE, DIVERGED, FAILED, FORMAT, RUNNING, read_result, write_result
 from .settings import CHECKPOINTING, FIT, IRRELEVANT, RunSettings
 from .tasks import load_task
 
@@ -83,7 +59,7 @@ def result_path(settings: RunSettings, results: Path) -> Path:
 
 
 def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | None:
-    """The result of a run, if it is complete (or has diverged, which another attempt would do as well), or None."""
+    """The result of a run that is complete, or has diverged, which another attempt would do as well."""
     path = result_path(settings, results)
     previous = read_result(path)
     if previous is None:
@@ -113,16 +89,11 @@ def _short(value: Any) -> str:
 
 
 def execute(settings: RunSettings, results: Path, *, force: bool = False) -> dict[str, Any]:
-    """Run, or finish, one run, and write its result file; return the file's content.
-
-    Nothing is run if the run was complete already, and `force` throws an earlier result and its checkpoints away.
-    Checkpoints lie in the folder `.checkpoints` of the results until the run is complete.
-    """
+    """Do, or finish, a run that is not complete, and return its result; `force` throws an earlier result away."""
     path = result_path(settings, results)
-    if not force:
-        finished = finished_result(settings, results)
-        if finished is not None:
-            return finished
+    finished = None if force else finished_result(settings, results)
+    if finished is not None:
+        return finished
     began = time.perf_counter()
     prepared = PreparedRun(settings)
     checkpoints = results / ".checkpoints" / settings.name
@@ -157,11 +128,9 @@ def execute(settings: RunSettings, results: Path, *, force: bool = False) -> dic
     except Exception as error:
         write(FAILED, error=f"{type(error).__name__}: {error}")
         raise
-    lost = not_finite(outcome)
-    if lost:
-        write(DIVERGED, **outcome, error=f"{lost} is not finite at the end")
-    else:
-        write(COMPLETE, **outcome)
+    if lost := not_finite(outcome):
+        outcome["error"] = f"{lost} is not finite at the end"
+    write(DIVERGED if lost else COMPLETE, **outcome)
     shutil.rmtree(checkpoints, ignore_errors=True)
     with contextlib.suppress(OSError):
         # only if no other run has checkpoints in it
@@ -173,8 +142,25 @@ def not_finite(outcome: dict[str, Any]) -> str | None:
     """Name the first number of an outcome that shows that training has gone astray."""
     last = outcome["epochs"][-1]
     numbers = {"the training loss": outcome["steps"]["loss"][-1], "the validation loss": last["loss"]}
-    numbers |= {name: outcome["final"][name] for name in outcome["final"]}
+    numbers |= outcome["final"]
     return next((name for name, value in numbers.items() if value is None or not math.isfinite(value)), None)
+
+
+def sketched_layers(model: nn.Module, name: str, **options: Any) -> dict[str, Any]:
+    """Convert a model and undo it; return the layers that had sketches, by name."""
+    try:
+        with warnings.catch_warnings():
+            # RMMCallback says it again when the trainer is made
+            warnings.simplefilter("ignore")
+            convert_linears(model, **options)
+    except ValueError as error:
+        raise HarnessError(
+            f"the model {name!r} can't have sketched layers ({error}); pass --method exact, another model, or other"
+            " --exclude-modules"
+        ) from error
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
+    revert_linears(model)
+    return layers
 
 
 class PreparedRun:
@@ -185,36 +171,40 @@ class PreparedRun:
         self.task = settings.task_description
         self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
         if self.device.type == "cuda" and torch.cuda.device_count() > 1:
-            # Trainer would spread each batch over all of them: another batch size, and another experiment
+            # transformers.Trainer would spread each batch over all of them: another batch size, and another experiment
             raise HarnessError(
                 f"{torch.cuda.device_count()} GPUs are visible, and a run uses one; set CUDA_VISIBLE_DEVICES=0"
             )
-        disable_dataset_progress_bars()
+        disable_progress_bars()
         transformers.logging.disable_progress_bar()
         # the note that the classification head is new says nothing here: it always is
         transformers.logging.set_verbosity_error()
         splits = demo_splits() if settings.data == "demo" else load_task(self.task, settings.data)
         self.tokenizer, self.model = self._load(splits)
-        self._check_conversion()
+        # an error of the conversion comes before a file is written
+        if settings.uses_sketch:
+            sketched_layers(self.model, settings.model, config=settings.rmm_config, **self._exclusion())
         self.splits = self._tokenize(splits)
-        self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None)
+        self.collate = transformers.DataCollatorWithPadding(
+            self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None
+        )
         self._data_fingerprint = fingerprints.data_fingerprint(splits)
         self._initial_weights = fingerprints.weights_fingerprint(self.model)
 
-    def _load(self, splits: DatasetDict) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    def _load(self, splits: DatasetDict) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
         settings, task = self.settings, self.task
         if settings.model == "demo":
             tokenizer = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
-            set_seed(settings.seed)
+            transformers.set_seed(settings.seed)
             model = demo_model(len(tokenizer), num_outputs=task.num_outputs, is_regression=task.is_regression)
             # a tokenizer of the demo's grammar is of no use for other texts
             if settings.data == "demo":
                 model.roberta.load_state_dict(pretrained_weights(tokenizer))
             return tokenizer, model
         try:
-            tokenizer = AutoTokenizer.from_pretrained(settings.model)
-            set_seed(settings.seed)
-            model = AutoModelForSequenceClassification.from_pretrained(
+            tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model)
+            transformers.set_seed(settings.seed)
+            model = transformers.AutoModelForSequenceClassification.from_pretrained(
                 settings.model,
                 num_labels=task.num_outputs,
                 problem_type="regression" if task.is_regression else "single_label_classification",
@@ -228,22 +218,6 @@ class PreparedRun:
         if tokenizer.pad_token is None:
             raise HarnessError(f"the tokenizer of the model {settings.model!r} has no padding token: batches need one")
         return tokenizer, model
-
-    def _check_conversion(self) -> None:
-        """Convert the model and undo it: an error of the conversion comes before a file is written."""
-        if not self.settings.uses_sketch:
-            return
-        try:
-            with warnings.catch_warnings():
-                # RMMCallback says it again when the trainer is made
-                warnings.simplefilter("ignore")
-                convert_linears(self.model, config=self.settings.rmm_config, **self._exclusion())
-        except ValueError as error:
-            raise HarnessError(
-                f"the model {self.settings.model!r} can't have sketched layers ({error}); pass --method exact, another"
-                " model, or other --exclude-modules"
-            ) from error
-        revert_linears(self.model)
 
     def _exclusion(self) -> dict[str, Any]:
         return {"exclude_modules": list(self.settings.exclude_modules)} if self.settings.exclude_modules else {}
@@ -286,12 +260,12 @@ class PreparedRun:
         *,
         on_start: Callable[[int], None] = lambda step: None,
         on_save: Callable[[], None] = lambda: None,
-        callbacks: tuple[TrainerCallback, ...] = (),
+        callbacks: tuple[transformers.TrainerCallback, ...] = (),
     ) -> dict[str, Any]:
-        """Train from the last checkpoint, if there is one, to the end; `on_start` is told the step it starts from."""
+        """Train from the last checkpoint, if there is one, to the end; `on_start` gets the first step's number."""
         settings = self.settings
         exact_bytes = self._kept_bytes()
-        set_seed(settings.seed)
+        transformers.set_seed(settings.seed)
         conversion = self._conversion()
         trainer = self._trainer(checkpoints, on_save, conversion, callbacks)
         if settings.method == CHECKPOINTING:
@@ -305,7 +279,7 @@ class PreparedRun:
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on draws of the set-up; a checkpoint brings its own random state
-        set_seed(settings.seed)
+        transformers.set_seed(settings.seed)
         with _peak_memory(self.device) as peak:
             trainer.train(resume_from_checkpoint=checkpoint)
         steps, epochs = _split_log(trainer.state.log_history, self.task.metrics)
@@ -324,21 +298,23 @@ class PreparedRun:
             }
         if noise := [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]:
             found["noise_ratio"] = statistics.fmean(noise)
-        if gradient_noise:
-            found["gradient_noise"] = gradient_noise
-        return found | {
-            "kept_bytes": {
-                "model": kept_bytes,
-                "exact_model": exact_bytes,
-                "batch": "the first batch of the training split, in its order on disk",
-            },
-            "peak_memory": peak,
-            "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
-            "train_seconds": sum(steps["seconds"]),
-            "epochs": epochs,
-            "steps": steps,
-            "final_weights_sha256": fingerprints.weights_fingerprint(self.model),
-        }
+        return (
+            found
+            | ({"gradient_noise": gradient_noise} if gradient_noise else {})
+            | {
+                "kept_bytes": {
+                    "model": kept_bytes,
+                    "exact_model": exact_bytes,
+                    "batch": "the first batch of the training split, in its order on disk",
+                },
+                "peak_memory": peak,
+                "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
+                "train_seconds": sum(steps["seconds"]),
+                "epochs": epochs,
+                "steps": steps,
+                "final_weights_sha256": fingerprints.weights_fingerprint(self.model),
+            }
+        )
 
     def _kept_bytes(self) -> int:
         """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
@@ -348,19 +324,19 @@ class PreparedRun:
         assert loss.requires_grad
         return int(kept.bytes)
 
-    def _planned_bytes(self, trainer: Trainer, callback: RMMCallback) -> int:
+    def _planned_bytes(self, trainer: transformers.Trainer, callback: RMMCallback) -> int:
         """Bytes that the plan of the same step has in memory when its forward pass ends."""
         with self._training() as batch_at:
             self._loss(trainer)(self.model, batch_at(0))
         assert callback.planned is not None
         return callback.planned.plans[-1].planned.forward_bytes
 
-    def _loss(self, trainer: Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def _loss(self, trainer: transformers.Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
         """The loss of the training: with other arguments, a model would be compiled twice."""
         count = torch.tensor(self.settings.batch_size, device=self.device)
         return functools.partial(trainer.compute_loss, num_items_in_batch=count)
 
-    def _gradient_noise(self, trainer: Trainer) -> dict[str, float] | None:
+    def _gradient_noise(self, trainer: transformers.Trainer) -> dict[str, float] | None:
         """Variances of the initial gradient; None if there are too few batches."""
         if len(self.splits["train"]) < _NOISE_BATCHES * self.settings.batch_size:
             return None
@@ -405,7 +381,7 @@ class PreparedRun:
         checkpoints: Path,
         on_save: Callable[[], None],
         conversion: tuple[RMMCallback, ...],
-        callbacks: tuple[TrainerCallback, ...],
+        callbacks: tuple[transformers.TrainerCallback, ...],
     ) -> _RecordingTrainer:
         settings = self.settings
         sampler = None
@@ -425,13 +401,13 @@ class PreparedRun:
             callbacks=[*conversion, *callbacks],
         )
 
-    def _arguments(self, checkpoints: Path) -> TrainingArguments:
+    def _arguments(self, checkpoints: Path) -> transformers.TrainingArguments:
         settings = self.settings
         steps_per_epoch = math.ceil(len(self.splits["train"]) / settings.batch_size)
         total_steps = settings.max_steps or math.ceil(steps_per_epoch * settings.epochs)
         schedule_kwargs = {"lr_end": 0.0, "power": 1.0} if settings.schedule == "polynomial" else {}
         warmed = settings.schedule == "constant"
-        return TrainingArguments(
+        return transformers.TrainingArguments(
             output_dir=str(checkpoints),
             seed=settings.seed,
             data_seed=settings.seed,
@@ -464,11 +440,11 @@ class PreparedRun:
             **(_CHECKPOINTING if settings.method == CHECKPOINTING else {}),
         )
 
-    def _metrics(self) -> Callable[[EvalPrediction], dict[str, float]]:
+    def _metrics(self) -> Callable[[transformers.EvalPrediction], dict[str, float]]:
         metric = evaluate.load(str(METRIC_FOLDER), self.task.name, keep_in_memory=True)
         is_regression = self.task.is_regression
 
-        def compute(prediction: EvalPrediction) -> dict[str, float]:
+        def compute(prediction: transformers.EvalPrediction) -> dict[str, float]:
             outputs = np.asarray(prediction.predictions)
             guesses = outputs.reshape(-1) if is_regression else outputs.argmax(axis=-1)
             return dict(metric.compute(predictions=guesses, references=prediction.label_ids))
@@ -490,31 +466,20 @@ def _last_whole_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def _split_log(
-    log: list[dict[str, Any]], metrics: list[str] | tuple[str, ...]
-) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
+def _split_log(log: list[dict[str, Any]], metrics: Sequence[str]) -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
     """Sort `Trainer`'s log into columns over steps and rows over epochs."""
-    training = [entry for entry in log if "loss" in entry]
-    steps = {column: [entry.get(column) for entry in training] for column in _STEP_COLUMNS}
+    steps = {column: [entry.get(column) for entry in log if "loss" in entry] for column in _STEP_COLUMNS}
     epochs = []
-    for entry in log:
-        if "eval_loss" not in entry:
-            continue
+    for entry in (entry for entry in log if "eval_loss" in entry):
         values = {name: entry[f"eval_{name}"] for name in metrics}
-        score = sum(values.values()) / len(values)
-        epochs.append(
-            {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"], "score": score, **values}
-        )
+        epoch = {"epoch": entry["epoch"], "step": entry["step"], "loss": entry["eval_loss"]}
+        epochs.append(epoch | {"score": sum(values.values()) / len(values), **values})
     return steps, epochs
 
 
 @contextlib.contextmanager
 def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are.
-
-    Of CUDA's allocator, or of the resident set of the whole process on Linux. The two are not comparable: the resident
-    set holds the interpreter, the libraries and the pages that the C allocator has not given back from earlier work.
-    """
+    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are."""
     report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -536,13 +501,12 @@ def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
 class _GroupedByLength(Sampler[int]):
     """Sort pools of 16 random batches by length, and shuffle the batches that this makes.
 
-    The sampler of `Trainer` draws from torch's global generator, so that its order depends on what a method draws, and
-    on where a run is resumed. This order depends on seed and epoch alone.
+    The order of `Trainer`'s own sampler depends on what a method draws from torch's global generator, and on where a
+    run is resumed; this order depends on seed and epoch alone.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
-        self._lengths, self._batch_size, self._seed = lengths, batch_size, seed
-        self._epoch = 0
+        self._lengths, self._batch_size, self._seed, self._epoch = lengths, batch_size, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -565,7 +529,7 @@ class _GroupedByLength(Sampler[int]):
             yield from batches[at]
 
 
-class _RecordingTrainer(Trainer):
+class _RecordingTrainer(transformers.Trainer):
     """A `Trainer` whose log, and so every checkpoint, holds the time of each step as well."""
 
     def __init__(self, steps: _Steps, sampler: Sampler[int] | None, **arguments: Any) -> None:
@@ -573,12 +537,12 @@ class _RecordingTrainer(Trainer):
         super().__init__(**arguments)
         self.add_callback(steps)
         # it prints every log, which is a line a step here
-        self.remove_callback(PrinterCallback)
+        self.remove_callback(transformers.PrinterCallback)
 
     def _get_train_sampler(self, *arguments: Any) -> Sampler[int] | None:
         return self._sampler or super()._get_train_sampler(*arguments)
 
-    def begin(self, callback: TrainerCallback) -> None:
+    def begin(self, callback: transformers.TrainerCallback) -> None:
         """Let a callback begin the training now: it looks for the trainer that calls it."""
         callback.on_train_begin(self.args, self.state, self.control, model=self.model)
 
@@ -589,7 +553,7 @@ class _RecordingTrainer(Trainer):
         super().log(logs, *arguments, **keywords)
 
 
-class _Steps(TrainerCallback):
+class _Steps(transformers.TrainerCallback):
     """Times each step, and asks for a checkpoint after each epoch's evaluation and every so many steps within.
 
     A step is forward, backward, clipping and the optimizer; neither data, evaluation nor saving. `Trainer`'s own
@@ -606,19 +570,19 @@ class _Steps(TrainerCallback):
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = self._now()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seconds = self._now() - self._began
         assert state.epoch is not None
         due = self._save_steps > 0 and state.global_step % self._save_steps == 0
         if due and not float(state.epoch).is_integer() and state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step < state.max_steps:
             control.should_save = True
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._on_saved()

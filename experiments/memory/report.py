@@ -1,7 +1,5 @@
 """Table and figure of `experiments.memory.run`'s results: `python -m experiments.memory.report FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,13 +41,10 @@ def summary_table(rows: Rows) -> str:
     """Return each method's share of the exact model's bytes, a line a method and a column a model."""
     models = grouped(rows, "model")
     shares = {(row["model"], method_name(row)): row["of_exact"] for row in rows}
-    lines = [
-        ["exact, MiB", *(f"{each[0]['exact_bytes'] / 2**20:.0f}" for each in models.values())],
-        [
-            "the most that sketches can free",
-            *(f"{100 * each[0]['own_bytes'] / each[0]['exact_bytes']:.1f} %" for each in models.values()),
-        ],
-    ]
+    firsts = [each[0] for each in models.values()]
+    freed = (f"{100 * first['own_bytes'] / first['exact_bytes']:.1f} %" for first in firsts)
+    lines = [["exact, MiB", *(f"{first['exact_bytes'] / 2**20:.0f}" for first in firsts)]]
+    lines.append(["the most that sketches can free", *freed])
     for name in dict.fromkeys(method_name(row) for row in rows):
         values = [shares.get((model, name)) for model in models]
         if name != EXACT:

@@ -37,8 +37,6 @@ def test_every_committed_prediction_is_what_was_measured(tmp_path):
     shutil.copy(memory_report.RESULTS / memory_report.FILE, tmp_path)
     assert memory_report.write_report(tmp_path).startswith("| of exact | roberta-base |")
     assert (tmp_path / "figure.png").stat().st_size > 0
-    predicted = [
-        row for row in read_rows(memory_report.RESULTS / memory_report.FILE) if row["predicted_bytes"] is not None
-    ]
+    predicted = [row for row in read_rows(tmp_path / memory_report.FILE) if row["predicted_bytes"] is not None]
     assert len({row["model"] for row in predicted}) == 7
     assert [row["predicted_bytes"] for row in predicted] == [row["kept_bytes"] for row in predicted]

@@ -5,7 +5,7 @@ from cheapest_of_stages import of_one_run_each
 
 pytest.importorskip("ortools")
 
-from experiments.checkpointing.arenas import Lifetime, arena_for, lifetimes
+from experiments.checkpointing.arenas import arena_for, lifetimes
 from experiments.checkpointing.generators import of_edges, random_layers, star, u_shape, with_backward
 from rmm_linear.planning.oracle import leanest_order
 from rmm_linear.planning.schedule import Schedule, validate
@@ -66,18 +66,10 @@ def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
     orders.append(get_strategy("chen2016_sqrt").frontier(graph)[-1].order)
     for order in orders:
         alive = lifetimes(graph, order)
-        arena = arena_for(alive, time_limit_s=5)
+        arena = arena_for(alive)
         _run_in(arena, alive, graph, order)
         assert arena.size_bytes <= 1.01 * peak
         assert arena.size_bytes >= peak_and_cost(graph, order)[0]
-
-
-def test_the_solver_mends_what_best_fit_wastes():
-    pieces = [(0, 2, 4), (1, 4, 6), (2, 6, 5), (4, 6, 5), (3, 5, 1)]
-    alive = [Lifetime(number, *piece) for number, piece in enumerate(pieces)]
-    best_fit, solved = arena_for(alive, time_limit_s=0), arena_for(alive)
-    assert solved.size_bytes <= best_fit.size_bytes
-    assert solved.is_optimal
 
 
 def test_a_plan_tells_the_least_peak_that_was_proven():

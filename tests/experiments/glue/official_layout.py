@@ -3,45 +3,27 @@
 from experiments.glue.tasks import TASKS
 
 # header and rows of the official files; "{label}" and "{n}" are filled in
-_MNLI_START = (
-    "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
-    "\tsentence1\tsentence2\t"
-)
-_MNLI_ROW = "{n}\t1\t1e\tfiction\t( a )\t( b )\t(ROOT a)\t(ROOT b)\tpremise {n}\thypothesis {n}\t"
+_MNLI = "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse"
+_MNLI_ROW = "{n}\t1\t1e\tfiction\t( a )\t( b )\t(ROOT a)\t(ROOT b)\tpremise {n}\thypothesis {n}\t{label}\t{label}"
+_MRPC_ROW = '{label}\t70\t71\tHe said "{n}\tsentence {n} was "odd".'
+_STSB = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore"
+_STSB_ROW = "{n}\tnews\tMSRvid\t2012test\t1\tnone\tnone\tone {n}\ttwo {n}\t{label}"
+_PAIR, _PAIR_ROW = "index\tsentence1\tsentence2\tlabel", "{n}\tfirst {n}\tsecond {n}\t{label}"
+_TWO, _NAMES = ("0", "1"), ("entailment", "not_entailment")
 OFFICIAL_FILES = {
-    "cola": ("", "gj04\t{label}\t*\tsentence {n}", ("0", "1")),
-    "sst2": ("sentence\tlabel", "sentence {n} \t{label}", ("0", "1")),
-    "mrpc": (
-        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
-        '{label}\t70\t71\tHe said "{n}\tsentence {n} was "odd".',
-        ("0", "1"),
-    ),
-    "qqp": (
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate",
-        "{n}\t1\t2\tWhy {n}?\tHow {n}?\t{label}",
-        ("0", "1"),
-    ),
-    "stsb": (
-        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
-        "{n}\tnews\tMSRvid\t2012test\t1\tnone\tnone\tone {n}\ttwo {n}\t{label}",
-        ("0.000", "2.600", "5.000"),
-    ),
+    "cola": ("", "gj04\t{label}\t*\tsentence {n}", _TWO),
+    "sst2": ("sentence\tlabel", "sentence {n} \t{label}", _TWO),
+    "mrpc": ("Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", _MRPC_ROW, _TWO),
+    "qqp": ("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "{n}\t1\t2\tWhy {n}?\tHow {n}?\t{label}", _TWO),
+    "stsb": (_STSB, _STSB_ROW, ("0.000", "2.600", "5.000")),
     "mnli": (
-        _MNLI_START + "label1\tgold_label",
-        _MNLI_ROW + "{label}\t{label}",
+        _MNLI + "\tsentence2_parse\tsentence1\tsentence2\tlabel1\tgold_label",
+        _MNLI_ROW,
         ("entailment", "neutral", "contradiction"),
     ),
-    "qnli": (
-        "index\tquestion\tsentence\tlabel",
-        "{n}\tWhat is {n}?\tA number {n}.\t{label}",
-        ("entailment", "not_entailment"),
-    ),
-    "rte": (
-        "index\tsentence1\tsentence2\tlabel",
-        "{n}\tfirst {n}\tsecond {n}\t{label}",
-        ("entailment", "not_entailment"),
-    ),
-    "wnli": ("index\tsentence1\tsentence2\tlabel", "{n}\tfirst {n}\tsecond {n}\t{label}", ("0", "1")),
+    "qnli": ("index\tquestion\tsentence\tlabel", "{n}\tWhat is {n}?\tA number {n}.\t{label}", _NAMES),
+    "rte": (_PAIR, _PAIR_ROW, _NAMES),
+    "wnli": (_PAIR, _PAIR_ROW, _TWO),
 }
 
 

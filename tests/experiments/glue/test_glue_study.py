@@ -10,6 +10,7 @@ from experiments.glue import study as study_module
 from experiments.glue import training
 from experiments.glue.settings import load_named_config
 from experiments.glue.study import ROWS, TUNING, Study, claimed, cut_training_split, work_through
+from experiments.rows import append_json_line
 
 TINY = {"batch_size": 16, "min_rows": 16, "epochs": 1, "group_lengths": True, "monitor": 2, "timing": False}
 
@@ -34,10 +35,8 @@ def tiny_study(tiny_demo, tmp_path):
 def test_exact_is_tuned_first_and_nothing_is_run_twice(tiny_study, monkeypatch):
     assert work_through(tiny_study) == 0
     tried, rows = tiny_study.rows(TUNING), tiny_study.rows(ROWS)
-    assert [(row["config"]["method"], row["config"]["learning_rate"]) for row in tried] == [
-        ("exact", 1e-4),
-        ("exact", 1e-3),
-    ]
+    tuned = [(row["config"]["method"], row["config"]["learning_rate"]) for row in tried]
+    assert tuned == [("exact", 1e-4), ("exact", 1e-3)]
     best = max(tried, key=lambda row: (row["final"]["score"], -row["config"]["learning_rate"]))["config"]
     chosen = load_named_config(str(tiny_study.path)).task_settings["demo"]
     assert chosen == {"learning_rate": best["learning_rate"], "epochs": 1}
@@ -88,18 +87,14 @@ def test_a_run_is_done_again_and_its_row_stays(tiny_study, monkeypatch, capsys):
     study_module.run_again(tiny_study, "demo-exact-seed1")
     assert capsys.readouterr().out == "demo-exact-seed1: score 0.7500; in the rows 0.5000 on cpu\n"
     assert (forced, tiny_study.rows(ROWS)) == ([(run, True)], rows)
-    with pytest.raises(
-        HarnessError, match="no run 'demo-exact'; its runs are demo-exact-seed0, "
-    ):
+    with pytest.raises(HarnessError, match="no run 'demo-exact'; its runs are demo-exact-seed0, "):
         study_module.run_again(tiny_study, "demo-exact")
 
 
 def write_row(study, file, run):
     row = {"name": run.name, "config": run.recorded(), "status": "complete", "final": {"score": 0.5}, "wall_seconds": 1}
     row["hardware"] = {"device": "cpu"}
-    study.results.mkdir(exist_ok=True)
-    with (study.results / file).open("a") as lines:
-        lines.write(json.dumps(row) + "\n")
+    append_json_line(study.results / file, row)
 
 
 def test_grouped_batches_hold_each_row_once_and_little_padding():

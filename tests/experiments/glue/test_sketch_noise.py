@@ -20,11 +20,8 @@ def test_a_whole_run(tmp_path, monkeypatch, capsys):
     output, demo = tmp_path / "noise.csv", ["--model", "demo", "--data", "demo", "--tasks", "demo"]
     assert main([*demo, "--steps", "2", "--draws", "500", "--output", str(output)]) == 0
     rows = read_rows(output)
-    assert {(row["rows"], row["way"]) for row in rows} == {
-        (ALL_ROWS, ONE_FOR_ALL),
-        (REAL_ROWS, ONE_FOR_ALL),
-        (REAL_ROWS, ONE_A_LAYER),
-    }
+    ways = {(ALL_ROWS, ONE_FOR_ALL), (REAL_ROWS, ONE_FOR_ALL), (REAL_ROWS, ONE_A_LAYER)}
+    assert {(row["rows"], row["way"]) for row in rows} == ways
     assert all(row["bytes"] <= 1.04 * row["budget"] for row in rows)
     assert "| 5 % |" in capsys.readouterr().out
 
