@@ -270,6 +270,7 @@ def language_model_table(rows: Rows, times: Rows = ()) -> str:
             ]
         )
     first = next(iter(exact.values()))
+    cpus = sorted({row["hardware"]["cpu"] for row in shown})
     where = f", on {times[0]['hardware']}" if times else ""
     shown = [row for method in METHODS for row in _of_method(rows, method).values()]
     return (
@@ -278,7 +279,7 @@ def language_model_table(rows: Rows, times: Rows = ()) -> str:
         " column is the mean difference between runs of the same seed ± half of its 95 % interval. For"
         " codes, the plan counts the kept bytes at the end of the forward pass. Noise: the variance that the method"
         " adds to the whole gradient over the minibatch's own, mean of three times in the training."
-        f" {' and '.join(sorted({row['hardware']['cpu'] for row in shown}))}, torch {first['versions']['torch']}; {len(shown)} runs of"
+        f" {' and '.join(cpus)}, torch {first['versions']['torch']}; {len(shown)} runs of"
         f" {len({row['commit'] for row in shown})} commits, {sum(row['modified'] for row in shown)} of them with"
         " changes. Times are medians of steps by turns in one thread, over exact's"
         f"{where}."
