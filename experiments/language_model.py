@@ -270,9 +270,9 @@ def language_model_table(rows: Rows, times: Rows = ()) -> str:
             ]
         )
     first = next(iter(exact.values()))
-    cpus = sorted({row["hardware"]["cpu"] for row in shown})
     where = f", on {times[0]['hardware']}" if times else ""
     shown = [row for method in METHODS for row in _of_method(rows, method).values()]
+    cpus = sorted({row["hardware"]["cpu"] for row in shown})
     return (
         table(["method", "keeps", "time of a step", "noise", "validation loss of each seed", "minus exact"], lines)
         + f"\n\nAfter {STEPS} steps of {SEQUENCES} x {LENGTH} bytes: a Llama of 4 layers of 128, nats a byte; the last"
