@@ -77,7 +77,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a results file with a line of JSON a row; [] if there is none."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        # a full disk leaves half a line
+        # a full disk leaves half a line, whose run is done again
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows
@@ -85,8 +85,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    # the end of half a line
+    end = "" if text[-1:] in ("", "\n") else "\n"
     with path.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(row) + "\n")
+        lines.write(end + json.dumps(row, allow_nan=False) + "\n")
 
 
 def grouped(rows: Iterable[dict[str, Any]], *columns: str) -> dict[Any, list[dict[str, Any]]]:

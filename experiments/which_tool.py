@@ -85,7 +85,7 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         ("eager mode, hardly any noise", '`RMMConfig(ratio=1.0, storage="int8")`', KEPT, 1.0, "int8", "-"),
         ("eager mode, less memory", '`RMMConfig(ratio=1.0, storage="int4")`', KEPT, 1.0, "int4", "-"),
         (
-            "on a CPU, no time lost",
+            "wide layers on a CPU",
             "`convert_linears(model, ratio=0.5)`",
             KEPT,
             0.5,
@@ -102,11 +102,12 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         "The peak and the time of a whole step are divided by the peak and the time of the eager step. The column"
         f' "measured on" has layers x width of a RoBERTa, batch {first["batch"]} x {first["size"]} for {sizes[0]} and'
         f" {eager['batch']} x {eager['size']} for {sizes[1]}, {first['hardware']}, torch {first['torch']}. Steps of one"
-        " model were timed by turns; the two models do not compare. The noise of a step is the variance of the whole"
-        f' gradient over the gradient\'s square. "Keeps" divides the bytes kept for the backward pass by the bytes that'
-        " the model keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided by the time of"
-        " `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's square, a mean of 36"
-        " layers on MRPC. [docs/results.md](docs/results.md) has more measurements."
+        " model were timed by turns; steps of different models cannot be compared. The noise of a step is the variance"
+        f' of the whole gradient over the gradient\'s square. "Keeps" divides the bytes kept for the backward pass by'
+        " the bytes that the model keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided"
+        " by the time of `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's square,"
+        " a mean of 36 layers on MRPC; in a narrow model a sketch takes time ([docs/noise.md](docs/noise.md))."
+        " [docs/results.md](docs/results.md) has more measurements."
     )
     header = ["you want", "call", "measured on", "memory", "time", "noise"]
     return f"{table(header, lines)}\n\n{told}"

@@ -2,7 +2,8 @@
 
 OLLA (Steiner et al. 2022, section 3.3) gives an address to each storage of a schedule, so that the arena that holds all
 of them is as small as can be: rectangles of a storage's lifetime and its addresses must not overlap. The addresses here
-are those of best fit, which its program begins with. No plan has addresses, so that the library has no use for them.
+are those of best fit, without the integer program that OLLA starts from them. No plan has addresses, so that the
+library has no use for them.
 """
 
 from collections.abc import Callable, Sequence

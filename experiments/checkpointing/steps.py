@@ -318,7 +318,7 @@ def rivals(kind: str) -> list[Way]:
 
 
 def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, str], *, spread: int = _SPREAD) -> None:
-    """Measure rivals, then plans: without a limit, at the rivals' peaks, and by the last executor at a spread."""
+    """Measure rivals, then plans: without a limit, at the rivals' peaks, and at more budgets by the last executor."""
     for way in ways:
         comparison.add(way)
     budgets: dict[int | str, str] = {}

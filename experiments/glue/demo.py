@@ -151,7 +151,7 @@ class Grammar:
 
 @functools.cache
 def possible_neighbours() -> frozenset[tuple[str, str]]:
-    """Return the pairs of kinds that are neighbours in the grammar: those of sentences enough to have them all."""
+    """Return the pairs of kinds that are neighbours in the grammar, found in so many sentences that none is missed."""
     grammar = Grammar(5)
     return frozenset(itertools.chain(*(_neighbours(grammar.sentence()) for _ in range(4000))))
 

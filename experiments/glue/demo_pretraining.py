@@ -28,7 +28,7 @@ _REPLACED = 0.2
 _SAME_KIND = 0.7
 # label of tokens that are no words
 _IGNORED = -1
-# what the weights depend on -> the weights
+# weights by all inputs that they depend on
 _PRETRAINED: dict[tuple[Any, ...], dict[str, Tensor]] = {}
 
 

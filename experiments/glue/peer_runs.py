@@ -44,7 +44,7 @@ class Peer:
     # None for torch's own pass
     checkout: Path | None = None
     pad_multiple: int = 0
-    # whether a run of one task and seed says all
+    # whether one task and seed are enough
     is_run_once: bool = False
 
 

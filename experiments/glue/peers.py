@@ -87,11 +87,13 @@ def run_all(options: argparse.Namespace) -> None:
 
     # asked for before the runs, for later the files may differ from the code that runs
     path, made_by = options.results / FILE, origin()
+    chosen = [peer for peer in peers(options) if options.peer in (None, peer.name)]
+    if not chosen:
+        names = ", ".join(peer.name for peer in peers(options))
+        raise HarnessError(f"--peer {options.peer!r} is none of {names}")
     for seed in options.seeds:
         for task in options.tasks:
-            for peer in peers(options):
-                if options.peer not in (None, peer.name):
-                    continue
+            for peer in chosen:
                 rows = read_rows(path) if path.exists() else []
                 done = [row for row in rows if row["peer"] == peer.name]
                 # a peer that ends with an error and no score has one row

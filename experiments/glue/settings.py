@@ -25,7 +25,7 @@ BUDGET, CODES, FIT = "budget", "codes", "fit"
 # bits of codes -> the option of the backend of torch.compile
 BITS: dict[str, Any] = {"8": 8, "4/8": {"norm": 8, "activation": 4, "attention": 8, "linear": 8}, "4": 4}
 _METHODS = (EXACT, CHECKPOINTING, BUDGET, CODES, FIT)
-# what a setting may be, in the words of its error
+# tests of a setting, by the words of its error
 _BOUNDS: dict[str, Callable[[Any], bool]] = {
     "a finite number above 0": lambda value: 0 < value < math.inf,
     "a finite number of at least 0": lambda value: 0 <= value < math.inf,

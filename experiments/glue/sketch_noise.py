@@ -181,7 +181,7 @@ class Subject:
 
 
 def cells(rows: str) -> list[Cell]:
-    """Return the configurations to compute: on real rows, those that compare all sketches as well."""
+    """Return the configurations to compute: on real rows, also the configurations that compare all sketches."""
     found = [Cell(*family, budget) for budget in BUDGETS for family in _FAMILIES]
     if rows == REAL_ROWS:
         for sketch, center in itertools.product(available_sketches(), (False, True)):

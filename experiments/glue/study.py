@@ -204,12 +204,18 @@ def work_through(study: Study) -> int:
 
 def run_again(study: Study, name: str) -> None:
     """Do one run of the study once more, and print its score beside the rows'; no row is written."""
-    from .training import execute
+    from .training import execute, finished_result
 
+    # the data of other tasks need not be there
+    data, study.data = study.data, None
     runs = {run.name: run for file, run in study.plan() if file == ROWS}
+    study.data = data
     if name not in runs:
         raise HarnessError(f"the study has no run {name!r}; its runs are {', '.join(sorted(runs))}")
-    score = execute(runs[name], study.work / "again", force=True)["final"]["score"]
+    run, folder = runs[name], study.work / "again"
+    if data is not None:
+        run = dataclasses.replace(run, data=study._data_of(run.task))
+    score = execute(run, folder, force=finished_result(run, folder) is not None)["final"]["score"]
     rows = [row for row in study.rows(ROWS) if row["name"] == name]
     known = ", ".join(f"{row['final']['score']:.4f} on {row['hardware']['device']}" for row in rows)
     print(f"{name}: score {score:.4f}; in the rows {known or 'none'}")

@@ -479,7 +479,7 @@ def _split_log(log: list[dict[str, Any]], metrics: Sequence[str]) -> tuple[dict[
 
 @contextlib.contextmanager
 def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield what is after the block its peak: `bytes`, None where they can't be measured, and `what` they are."""
+    """Yield a dict that has the block's peak afterwards: `bytes` (None if not measurable), and `what` was measured."""
     report: dict[str, Any] = {"bytes": None, "what": "not measurable here"}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.glue import peers
-from experiments.glue.evidence import Average, bootstrap_interval, chance_of_equal, evidence_of, evidence_table
+from experiments.glue.evidence import Average, bootstrap_interval, chance_of_equal, drawn, evidence_of, evidence_table
 from experiments.glue.study import ROWS
 from experiments.rows import write_rows
 
@@ -53,6 +53,13 @@ def test_the_chance_that_an_equal_method_is_found_equal_is_that_of_simulated_stu
     simulated = np.mean((np.abs(means) + halves <= margin) & (np.abs(means) <= most))
     found = chance_of_equal(1.7, 20, margin, most=most, confidence=confidence)
     assert abs(found - simulated) < 4 * np.sqrt(max(simulated, 0.001) / 20_000)
+
+
+def test_methods_of_five_seeds_a_task_have_a_bootstrap_interval():
+    results = [_result("rte", method, seed, 0.6) for method in ("exact", "hadamard") for seed in range(5)]
+    for place, result in enumerate(results[5:]):
+        result["final"] = {"score": 0.6 + place / 100}
+    assert "| +2.0 ± 2.0 (5) | +2.0 ± 2.0 | +0.8 to +3.2 |" in evidence_table(results)
 
 
 @pytest.mark.parametrize("tasks", [[[1.0, 2.0], [3.0]], [[0.1, 0.1], [0.2, 0.4]], []])
@@ -125,7 +132,7 @@ def test_runs_are_compared_with_exact_on_their_own_device_and_exact_with_itself_
     assert "1 pairs of two kinds of machines" in evidence_table(results)
     # the mean leaves out tasks that run last
     last = [_result("sst2", method, 0, 0.2, gradient_noise=_gradient_noise(2.0)) for method in ("exact", "hadamard")]
-    assert "| +2.3 ± 34.9 (2) | +2.3 ± 34.9 | -0.5 to +5.0 | ± 19.6 | +0.0 (1) |" in evidence_table([*results, *last])
+    assert "| +2.3 ± 34.9 (2) | +2.3 ± 34.9 |  | ± 19.6 | +0.0 (1) |" in evidence_table([*results, *last])
     table = evidence_table([*results, on("cpu", "exact", 1, 0.74)])
     assert "differ by 3.5 points (root mean square of 2 pairs" in table
     # exact runs of the two seeds on each device: 60 and 74, and 63 and 70
@@ -143,3 +150,15 @@ def test_a_diverged_seed_of_a_peer_counts_and_runs_on_a_gpu_do_not(tmp_path):
     table = peers.peers_table(tmp_path, tmp_path)
     assert "| theirs (abc) | -10.0 ± " in table
     assert "(2) | 50.0 % | - | diverged: the training loss is not finite at the end |" in table
+
+
+def test_runs_of_an_unfinished_study_are_drawn():
+    """One run a method and task, with a noise or without."""
+    results = [
+        _result("rte", "exact", 0, 0.6, gradient_noise=_gradient_noise(2.0)),
+        _result("rte", "hadamard", 0, 0.5, gradient_noise=_gradient_noise(9.0)),
+        _result("cola", "exact", 0, 0.6),
+        _result("cola", "hadamard", 0, 0.5),
+    ]
+    points = [line for line in drawn(results).axes[0].lines if len(line.get_xdata()) and line.get_marker() in "os"]
+    assert [list(line.get_ydata()) for line in points] == [[pytest.approx(-9.0)], [pytest.approx(-9.0)]]

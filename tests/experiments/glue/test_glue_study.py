@@ -10,7 +10,7 @@ from experiments.glue import study as study_module
 from experiments.glue import training
 from experiments.glue.settings import load_named_config
 from experiments.glue.study import ROWS, TUNING, Study, claimed, cut_training_split, work_through
-from experiments.rows import append_json_line
+from experiments.rows import append_json_line, read_json_lines
 
 TINY = {"batch_size": 16, "min_rows": 16, "epochs": 1, "group_lengths": True, "monitor": 2, "timing": False}
 
@@ -86,9 +86,17 @@ def test_a_run_is_done_again_and_its_row_stays(tiny_study, monkeypatch, capsys):
     monkeypatch.setattr(training, "execute", execute)
     study_module.run_again(tiny_study, "demo-exact-seed1")
     assert capsys.readouterr().out == "demo-exact-seed1: score 0.7500; in the rows 0.5000 on cpu\n"
-    assert (forced, tiny_study.rows(ROWS)) == ([(run, True)], rows)
+    assert (forced, tiny_study.rows(ROWS)) == ([(run, False)], rows)
     with pytest.raises(HarnessError, match="no run 'demo-exact'; its runs are demo-exact-seed0, "):
         study_module.run_again(tiny_study, "demo-exact")
+
+
+def test_a_row_after_half_a_line_is_read(tmp_path):
+    append_json_line(tmp_path / "rows", {"seed": 0})
+    with (tmp_path / "rows").open("a") as file:
+        file.write('{"seed"')
+    append_json_line(tmp_path / "rows", {"seed": 2})
+    assert read_json_lines(tmp_path / "rows") == [{"seed": 0}, {"seed": 2}]
 
 
 def write_row(study, file, run):
