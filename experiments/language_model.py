@@ -291,7 +291,9 @@ def draw(rows: Rows, path: Path) -> None:
             continue
         colour = "black" if method == _EXACT else f"C{place - 1}"
         if 0 in own:
-            left.plot(range(20, STEPS + 1, 20), own[0]["losses"], color=colour, label=method)
+            # other curves lie on exact's
+            style: dict[str, Any] = {"linestyle": ":", "zorder": 3} if method == _EXACT else {}
+            left.plot(range(20, STEPS + 1, 20), own[0]["losses"], color=colour, label=method, **style)
         if method != _EXACT:
             noises = [_noise(own[seed]) for seed in sorted(own.keys() & _of_method(rows, _EXACT).keys())]
             right.plot(noises, _differences(rows, method), "o", color=colour, alpha=0.8)

@@ -105,8 +105,8 @@ def which_table(checkpointing: Path, memory: Path, noises: Path, benchmarks: Pat
         " model were timed by turns; steps of different models cannot be compared. The noise of a step is the variance"
         f' of the whole gradient over the gradient\'s square. "Keeps" divides the bytes kept for the backward pass by'
         " the bytes that the model keeps with exact layers. The time of a sketched 4096 x 768 -> 3072 layer is divided"
-        " by the time of `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's square,"
-        " a mean of 36 layers on MRPC; in a narrow model a sketch takes time ([docs/noise.md](docs/noise.md))."
+        " by the time of `nn.Linear`; its noise is the variance of a layer's weight gradient over the gradient's"
+        " square, a mean of 36 layers on MRPC; in a narrow model a sketch takes time ([docs/noise.md](docs/noise.md))."
         " [docs/results.md](docs/results.md) has more measurements."
     )
     header = ["you want", "call", "measured on", "memory", "time", "noise"]
