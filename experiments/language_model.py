@@ -315,9 +315,9 @@ def _work(options: argparse.Namespace) -> None:
         _run_missing(options.results, options.methods, options.seeds, options.rates)
     rows = read_rows(options.results)
     if _of_method(rows, _EXACT) or options.report:
-        table = language_model_table(rows, read_times(options.results))
+        text = language_model_table(rows, read_times(options.results))
         draw(rows, options.results / FIGURE)
-        print(table)
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """How small an arena may be: by OLLA's addresses, and by DTR where memory has addresses, beside Coop.
 
 OLLA (Steiner et al. 2022, section 3.3) gives an address to each storage of a schedule, so that the arena that holds all
-of them is as small as can be: rectangles of a storage's lifetime and its addresses must not overlap. The addresses here
-are those of best fit, without the integer program that OLLA starts from them. No plan has addresses, so that the
-library has no use for them.
+of them is as small as can be: rectangles of a storage's lifetime and its addresses must not overlap. Here best fit
+finds the addresses; OLLA's integer program, which begins with them, is left out. The library has no arenas, for plans
+have no addresses.
 """
 
 from collections.abc import Callable, Sequence

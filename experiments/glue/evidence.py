@@ -294,7 +294,7 @@ def drawn(results: Sequence[Result]) -> Figure:
     """Draw score differences over the noise: a point a run, a colour a method, a marker a task.
 
     The runs of a method on a task stand at their mean noise, or at the method's if no run on the task measured it. A
-    method whose noise is within two standard errors of 0  stands on the left, at the same place for all tasks. Methods
+    method whose noise is within two standard errors of 0 stands on the left, at the same place for all tasks. Methods
     whose noise was not measured are left out.
     """
     found = [each for each in evidence_of(results) if _known_noise(each)]

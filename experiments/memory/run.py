@@ -78,8 +78,8 @@ WORKLOADS = (
 RATIOS = (0.5, 0.2, 0.1)
 # ratio 1 keeps all of an input, in fewer bits; a sketch in fewer bits goes further
 STORED = ((1.0, "int8"), (1.0, "int4"), (0.5, "int4"), (0.2, "int4"))
-# ways to train, with the configuration of linear layers: ALONE gives a sketch of its own to every linear layer, heads
-# included; of OURS layers of one input share a sketch, and layers of which a sketch frees nothing stay exact
+# ALONE: every linear layer, the output head included, keeps a sketch. OURS: linear layers that read the same input keep
+# one sketch, and a linear layer stays exact where a sketch would free no bytes.
 METHODS: tuple[tuple[str, RMMConfig | None], ...] = (
     (EXACT, None),
     (CHECKPOINTING, None),
@@ -98,7 +98,7 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
     is_fused = any("scaled_dot_product" in op for op in report.by_op())
     fused = f", {'fused' if is_fused else 'unfused'}" if workload.attention == "sdpa" else ""
     for family, config in METHODS:
-        # modules of its own, and the parameters of the exact model
+        # the copy has new modules, and shares the parameters of `exact`
         model: Any = copy.deepcopy(exact, {id(each): each for each in exact.parameters()})
         predicted: int | None = report.total_bytes
         if family == CHECKPOINTING:
