@@ -117,10 +117,11 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in needing]
 
 
-def pytest_collection_finish(session):
-    """What was imported stays: collections, of which compilers cause many, need not look at it. A fifth of the time.
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Objects that a file's tests find stay: collections, of which compilers and Trainers cause many, pass over them.
 
-    They are rarer than usual as well; a test that speaks of what a collector frees calls it.
+    Collections are rarer than usual as well; a test of garbage calls the collector. Both spare a fifth of the time.
     """
     gc.collect()
     gc.freeze()
