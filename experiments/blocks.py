@@ -27,9 +27,9 @@ def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     """
     for name, make in blocks.items():
         pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        if not pattern.search(text):
+        found = pattern.search(text)
+        if found is None:
             markers = f"<!-- begin: {name} --> and <!-- end: {name} -->"
             raise ValueError(f"the text has no block {name!r}; put {markers} in it")
-        content = make()
-        text = pattern.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+        text = f"{text[: found.end(1)]}{make()}\n{text[found.start(2) :]}"
     return text

@@ -9,6 +9,7 @@ exact gradient over that gradient's square: its mean is 1 for an unbiased estima
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import math
@@ -65,7 +66,7 @@ def ours() -> Iterator[tuple[str, Layer]]:
         ("wta_crs without gradient norms", RMMConfig(ratio=RATIO, sketch="wta_crs", center=False)),
         ("int4 at ratio 0.4", RMMConfig(ratio=0.4, storage="int4")),
     ):
-        yield f"rmm_linear: {name}", lambda x, weight, bias, config=config: linear(x, weight, bias, config=config)
+        yield f"rmm_linear: {name}", functools.partial(linear, config=config)
 
 
 def fewbit(folder: Path) -> Iterator[tuple[str, Layer]]:

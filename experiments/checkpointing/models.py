@@ -7,7 +7,7 @@ outweigh parameters. A batch is a dictionary of tensors, and a step returns its 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -277,7 +277,7 @@ def _masks(_: nn.Module, batch: int, size: int) -> Batch:
 
 
 def _series(model: nn.Module, batch: int, size: int) -> Batch:
-    features = model.get_submodule("head").out_features
+    features = cast(nn.Linear, model.get_submodule("head")).out_features
     return {"x": torch.randn(size, batch, features), "y": torch.randn(batch, features)}
 
 

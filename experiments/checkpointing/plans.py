@@ -91,7 +91,12 @@ def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
             if best is None or best is last:
                 continue
             last = best
-            row = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters, "ops": len(graph.ops)}
+            row: dict[str, Any] = {
+                "batch": shape.batch,
+                "size": shape.size,
+                "parameter_bytes": parameters,
+                "ops": len(graph.ops),
+            }
             row |= {"plain_peak_bytes": plain_bytes, "strategy": name, "planning_s": seconds}
             row |= {"budget_percent": percent, "peak_bytes": best.peak_bytes}
             yield row | {"extra_cost": round(best.cost / graph.cost - 1, 4)}
@@ -103,8 +108,8 @@ def bounds(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     for percent in BOUNDS_PERCENTS:
         budget = plain_bytes * percent // 100
         bound = least_extra_cost(programs, budget)
-        row = {"ops": len(graph.ops), "plain_peak_bytes": plain_bytes, "budget_percent": percent}
-        row |= {"extra_cost": _auto_cost(graph, budget)}
+        row: dict[str, Any] = {"ops": len(graph.ops), "plain_peak_bytes": plain_bytes}
+        row |= {"budget_percent": percent, "extra_cost": _auto_cost(graph, budget)}
         yield row | {"bound": round(bound / graph.cost, 4) if bound < float("inf") else None}
 
 

@@ -72,7 +72,7 @@ def strategies_table(folder: Path) -> str:
     names, lines = list(grouped(every, "strategy")), []
     for model, rows in grouped(every, "model").items():
         found = [_least([row for row in rows if row["strategy"] == name], _ONE_FORWARD) for name in names]
-        shares = ((row, percent(row and row["peak_bytes"] / row["plain_peak_bytes"])) for row in found)
+        shares = ((row, percent(row["peak_bytes"] / row["plain_peak_bytes"] if row else None)) for row in found)
         lines.append([model, *(f"{of} for {percent(row['extra_cost'], '+')}" if row else "-" for row, of in shares)])
     for label, rows in (
         (f"planning, s (longest of up to {_MANY_OPS} ops)", [row for row in every if row["ops"] <= _MANY_OPS]),
@@ -161,7 +161,7 @@ def published_table(folder: Path) -> str:
         cells = [model, f"{none} GB", *(percent(peak / none) for peak in (chen, kusumoto)), f"{total / _GB:.2f} GB"]
         for wanted in ("chen", "kusumoto", ""):
             row = _least([row for row in rows if wanted in row["strategy"]], _ONE_FORWARD)
-            cells.append(percent(row and (row["peak_bytes"] + parameters) / total))
+            cells.append(percent((row["peak_bytes"] + parameters) / total if row else None))
         lines.append(cells)
     head = ["model", "paper: none", "Chen", "Kusumoto", "here: none", "Chen", "Kusumoto", "best of all"]
     return table(head, lines)

@@ -146,7 +146,8 @@ class Comparison:
         self._model, self._batch = model.to(self.device), {key: each.to(self.device) for key, each in batch.items()}
         # given, and not made by `backward`: it would count
         self._tangent = torch.ones((), device=self.device)
-        self._stack, self._reference, self._flops = ExitStack(), [], 0
+        self._stack, self._flops = ExitStack(), 0
+        self._reference: Sequence[Tensor | None] = []
         self.running: list[_Running] = []
         self.missing: list[dict[str, Any]] = []
 
@@ -284,7 +285,7 @@ class Comparison:
 
 def _has_gradients(model: nn.Module, exact: Sequence[Tensor | None]) -> bool:
     pairs = zip(exact, (parameter.grad for parameter in model.parameters()), strict=True)
-    return all(a is b is None or (a is not None and torch.equal(a, b)) for a, b in pairs)
+    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def _with_own_code(function: Any) -> Callable[..., Any]:
@@ -294,7 +295,7 @@ def _with_own_code(function: Any) -> Callable[..., Any]:
 
 def checkpoint_blocks(model: nn.Module, pattern: str | None) -> int:
     """Checkpoint the blocks whose names match, or the blocks that a Hugging Face model knows; return their number."""
-    options = {"use_reentrant": False}
+    options: dict[str, Any] = {"use_reentrant": False}
     if pattern is None:
         if not hasattr(model, "gradient_checkpointing_enable"):
             return 0
@@ -321,7 +322,7 @@ def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, st
     """Measure rivals, then plans: without a limit, at the rivals' peaks, and at more budgets by the last executor."""
     for way in ways:
         comparison.add(way)
-    budgets: dict[int | str, str] = {}
+    budgets: dict[Any, str] = {}
     for row in sorted((each.row for each in comparison.running), key=lambda row: row["peak_bytes"]):
         if not budgets or row["peak_bytes"] > _CLOSE * max(budgets):
             budgets[row["peak_bytes"]] = f"as {row['method']} {row['setting']}".rstrip()
@@ -349,14 +350,14 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
     # given, and not made by `backward`: it would count
     tangent = torch.ones(())
     torch.manual_seed(0)
-    workload.step(model, **batch).backward(tangent)  # type: ignore[no-untyped-call]
+    workload.step(model, **batch).backward(tangent)
     exact = [parameter.grad for parameter in model.parameters()]
     graph = capture(model, kwargs=batch, step=workload.step).graph
     plain_bytes = peak_and_cost(graph, range(len(graph.ops)))[0]
     for name in (name for name in available_strategies() if name != "patil2022_poet"):
         for percent in PLANNERS_PERCENTS:
-            row = {"batch": shape.batch, "size": shape.size, "ops": len(graph.ops), "plain_peak_bytes": plain_bytes}
-            row |= {"strategy": name, "budget_percent": percent}
+            row: dict[str, Any] = {"batch": shape.batch, "size": shape.size, "ops": len(graph.ops)}
+            row |= {"plain_peak_bytes": plain_bytes, "strategy": name, "budget_percent": percent}
             began = time.perf_counter()
             try:
                 schedule = get_strategy(name).plan(graph, plain_bytes * percent // 100)
@@ -377,7 +378,7 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
                 own.zero_grad(set_to_none=True)
                 # for dropout
                 torch.manual_seed(0)
-                planned(**batch).backward(tangent)  # type: ignore[no-untyped-call]
+                planned(**batch).backward(tangent)
 
             step()
             row["same_gradients"] = _has_gradients(own, exact)
@@ -414,7 +415,7 @@ def noise_rows(model: str, data: str) -> Iterator[dict[str, Any]]:
     made = [prepared.collate([split[row] for row in range(at * size, (at + 1) * size)]) for at in range(_NOISE_BATCHES)]
     prepared.model.train()
     for way, bits in CODES.items():
-        planned = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
+        planned: Any = torch.compile(prepared.model, backend="rmm_linear", options={"bits": bits})
         noise = measure_step_noise(planned, made)
         # The standard error of a quotient of two means, to first order; the covariance is left out.
         parts = (noise.step.standard_error / noise.step.value, noise.minibatch.standard_error / noise.minibatch.value)

@@ -55,7 +55,7 @@ def noises(subject: Subject, steps: int) -> Iterator[dict[str, Any]]:
 
 def _norms(captured: Captured, readers: Captured, index: Tensor) -> dict[str, Tensor]:
     """The norms of the gradient's rows as a cache holds them: of all layers that read one input."""
-    found, groups = {}, dict[int, list[str]]()
+    found, groups = dict[str, Tensor](), dict[int, list[str]]()
     for name, (x, _) in readers.layers.items():
         groups.setdefault(x.data_ptr(), []).append(name)
     for names in groups.values():

@@ -156,7 +156,7 @@ def rows_of_results(complete: Sequence[dict[str, Any]]) -> list[Row]:
 def _order(config: Mapping[str, Any]) -> tuple[Any, ...]:
     # exact, budgets, checkpointing, codes of falling bits and fits, then the sketches by name and falling ratio
     ratio, bits = config.get("ratio"), config.get("bits")
-    kind = (ratio is not None, config["method"] != EXACT, config["method"], config.get("budget") or "")
+    kind: tuple[Any, ...] = (ratio is not None, config["method"] != EXACT, config["method"], config.get("budget") or "")
     kind += (list(BITS).index(bits) if bits else 0, config.get("storage") or "", variant_of(config))
     return (*kind, -(ratio or 0.0), bool(config.get("center")))
 
@@ -176,7 +176,9 @@ def check_comparable(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         config, weights = result["config"], result["model"]["initial_weights_sha256"]
         # settings that a method has no use for are None
-        alike = {(key,): value for key, value in config.items() if key not in (*_VARIED, *_SKETCH_ONLY)}
+        alike: dict[tuple[Any, ...], Any] = {
+            (key,): value for key, value in config.items() if key not in (*_VARIED, *_SKETCH_ONLY)
+        }
         alike |= {(key,): config[key] for key in _SKETCH_ONLY if config.get(key) is not None}
         alike |= {("data sha256",): result["data"]["sha256"], ("starting weights", config["seed"]): weights}
         for key, value in alike.items():

@@ -200,7 +200,8 @@ def _with_gelu(run: PeerRun, is_native: bool = False) -> None:
     def native(x: Tensor) -> Any:
         return torch.ops.fewbit.gelu(x, borders[1:-1], levels)
 
-    for layer in run.model.base_model.encoder.layer:
+    encoder: Any = run.model.base_model.encoder
+    for layer in encoder.layer:
         layer.intermediate.intermediate_act_fn.forward = native if is_native else package.GELU().forward
 
 
@@ -238,7 +239,9 @@ def _with_samples(run: PeerRun, ratio: float, is_patched: bool = True) -> None:
 
 
 def _compiled(run: PeerRun, quantization: dict[str, Any] | None = None) -> None:
-    options = {"post_grad_fusion_options": {"activation_quantization_aten_pass": quantization}} if quantization else {}
+    options: dict[str, Any] = {}
+    if quantization:
+        options["post_grad_fusion_options"] = {"activation_quantization_aten_pass": quantization}
     torch.compiler.reset()
     # one graph a length: a size that is not a number is never above the pass's threshold
     exact, ours = run.model.forward, torch.compile(run.model.forward, dynamic=False, options=options)

@@ -18,6 +18,7 @@ A run takes learning rate, epochs, batches and their order from the study, and r
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -42,7 +43,7 @@ from .evidence import difference_cell, evidence_of, read_study
 from .settings import EXACT, RunSettings, load_named_config
 
 if TYPE_CHECKING:
-    from .peer_runs import Peer
+    from .peer_runs import Peer, PeerRun
 
 RESULTS = Path(__file__).parent / "results"
 FILE, TIMES = "peers.csv", "peers_time.csv"
@@ -108,15 +109,17 @@ def run_all(options: argparse.Namespace) -> None:
                 print(row, flush=True)
 
 
+def _convert(run: PeerRun, config: RMMConfig) -> None:
+    convert_linears(run.model, config=config)
+
+
 def time_all(options: argparse.Namespace) -> None:
     """Measure steps of exact layers, our sketches and all peers in turn, in CPU seconds of one thread."""
     from .peer_runs import Peer, PeerRun, peers
 
     torch.set_num_threads(1)
     ours = [
-        Peer(name, lambda run, config=config: convert_linears(run.model, config=config))
-        for name, config in _OURS.items()
-        if config is not None
+        Peer(name, functools.partial(_convert, config=config)) for name, config in _OURS.items() if config is not None
     ]
     steps: dict[str, Callable[[], float]] = {}
     for peer in (Peer(EXACT, lambda run: None), *ours, *peers(options)):

@@ -284,8 +284,8 @@ def load_named_config(name: str) -> NamedConfig:
             f"{path} is not a configuration ({type(error).__name__}: {error}); start from a copy of one in"
             f" {CONFIG_FOLDER}"
         ) from error
-    known = {field.name for field in dataclasses.fields(RunSettings)}
     used = {key for part in (config.settings, *config.task_settings.values(), *config.methods) for key in part}
-    if used - known:
-        raise HarnessError(f"the config {name!r} has unknown settings: {', '.join(sorted(used - known))}")
+    unknown = used - {field.name for field in dataclasses.fields(RunSettings)}
+    if unknown:
+        raise HarnessError(f"the config {name!r} has unknown settings: {', '.join(sorted(unknown))}")
     return config

@@ -229,7 +229,8 @@ def _work(options: argparse.Namespace) -> int | None:
     torch.set_num_threads(1)
     study = Study(options.config, options.results, options.work, data=options.data, model=options.model)
     if options.again is not None:
-        return run_again(study, options.again)
+        run_again(study, options.again)
+        return None
     return min(work_through(study), 1)
 
 

@@ -69,7 +69,7 @@ _FIRST, _BOTH = ("sentence",), ("accuracy", "f1")
 _ACCEPTABLE, _EQUIVALENT = ("unacceptable", "acceptable"), ("not_equivalent", "equivalent")
 _DUPLICATE, _ENTAILMENT = ("not_duplicate", "duplicate"), ("entailment", "not_entailment")
 _THREE = ("entailment", "neutral", "contradiction")
-_MNLI_FILES = {"dev_file": "dev_matched.tsv", "hub_split": "validation_matched"}
+_MNLI_FILES: dict[str, Any] = {"dev_file": "dev_matched.tsv", "hub_split": "validation_matched"}
 _ALL_TASKS = (
     Task("cola", _FIRST, _ACCEPTABLE, "CoLA", ("3", "1"), ("matthews_correlation",), width=4),
     Task("sst2", _FIRST, ("negative", "positive"), "SST-2", ("sentence", "label")),

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import evaluate
 import numpy as np
@@ -194,7 +194,7 @@ class PreparedRun:
     def _load(self, splits: DatasetDict) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
         settings, task = self.settings, self.task
         if settings.model == "demo":
-            tokenizer = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
+            tokenizer: Any = demo_tokenizer([text for key in task.text_keys for text in splits["train"][key]])
             transformers.set_seed(settings.seed)
             model = demo_model(len(tokenizer), num_outputs=task.num_outputs, is_regression=task.is_regression)
             # a tokenizer of the demo's grammar is of no use for other texts
@@ -334,7 +334,7 @@ class PreparedRun:
     def _loss(self, trainer: transformers.Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
         """The loss of the training: with other arguments, a model would be compiled twice."""
         count = torch.tensor(self.settings.batch_size, device=self.device)
-        return functools.partial(trainer.compute_loss, num_items_in_batch=count)
+        return functools.partial(cast(Callable[..., torch.Tensor], trainer.compute_loss), num_items_in_batch=count)
 
     def _gradient_noise(self, trainer: transformers.Trainer) -> dict[str, float] | None:
         """Variances of the initial gradient; None if there are too few batches."""
