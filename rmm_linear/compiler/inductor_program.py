@@ -256,8 +256,8 @@ def _step(node: fx.Node) -> int:
     return node.meta["custom"][_STEP]
 
 
-def _functional_copy(gradient: Tensor, like: Tensor) -> Tensor:
-    return torch.ops.aten.copy.default(torch.empty_like(like), gradient)
+def _functional_copy(gradient: Tensor, stride: Sequence[int]) -> Tensor:
+    return torch.ops.aten.copy.default(gradient.new_empty_strided(gradient.shape, stride), gradient)
 
 
 def _realize(joint: fx.GraphModule) -> None:

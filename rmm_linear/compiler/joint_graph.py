@@ -295,13 +295,18 @@ class _Reading:
             gradient, tensor = node.meta["val"], own[key.grad_of].meta["val"]
             is_computed = node.op == "call_function"
             is_dense = gradient.stride() == tensor.stride() or gradient.numel() <= 1
-            if not tensor.is_leaf or (is_dense and is_computed and takers[node] == 1):
+            assert isinstance(key.grad_of, aot.PlainAOTInput)
+            # a placeholder's value is a leaf in any case
+            is_leaf = self.traced.inputs[key.grad_of.idx].is_leaf
+            if not is_leaf or (is_dense and is_computed and takers[node] == 1):
                 continue
             takers[node] -= 1
             with self._joint.graph.inserting_after(node) if is_computed else self._joint.graph.inserting_before(output):
-                copy = self._joint.graph.call_function(dense_copy, (node, own[key.grad_of]))
-            with tensor.fake_mode:
-                copy.meta["val"] = torch.empty_like(tensor, memory_format=torch.preserve_format)
+                with tensor.fake_mode:
+                    made = torch.empty_like(tensor, memory_format=torch.preserve_format)
+                # an input's contents may change, or be gone, before its gradient is copied
+                copy = self._joint.graph.call_function(dense_copy, (node, made.stride()))
+                copy.meta["val"] = made
             returned[place] = copy
         output.args = (returned,)
 
@@ -466,9 +471,9 @@ def _with_biases_together(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
-def dense_copy(gradient: Tensor, like: Tensor) -> Tensor:
+def dense_copy(gradient: Tensor, stride: Sequence[int]) -> Tensor:
     """Copy a gradient into the layout of its parameter."""
-    return torch.empty_like(like, memory_format=torch.preserve_format).copy_(gradient)
+    return gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
 
 
 def _row_bytes(node: fx.Node) -> int:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_of import ModelOf, linears
+from planned_models import assert_equal, assert_same_gradients, planned_and_plain
 
 from rmm_linear.checkpointing import checkpoint_model
 
@@ -53,3 +54,24 @@ def test_a_constant_changed_in_place_before_it_is_read_is_refused():
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|modified in place"):
         output.sum().backward()
     model(X).sum().backward()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "result of another op"])
+def test_an_argument_that_no_op_of_the_backward_pass_reads_may_be_written_in_place(is_leaf):
+    # the product keeps a copy of its argument, whose gradient comes in another layout
+    transposed = ModelOf(lambda it, x: it.layer(x.t().contiguous()), **linears("layer", 64))
+    model, reference = planned_and_plain(transposed, X[:64, :48])
+    found = []
+    for each in (model, reference):
+        leaf = X[:64, :48].clone().requires_grad_()
+        x = leaf if is_leaf else leaf * 2
+        output = each(x)
+        with torch.no_grad():
+            x.mul_(0)
+        output.square().sum().backward()
+        found.append(leaf.grad)
+    assert_equal(*zip(found, strict=True))
+    assert_same_gradients(model, reference)
+    ops = {op.kind for op in model._compiled_call_impl.plans[-1].graph.ops}
+    # autograd copies gradients of leaves alone
+    assert ("dense_copy" in ops) is is_leaf
