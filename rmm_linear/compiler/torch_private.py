@@ -30,6 +30,7 @@ try:
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as aot_export_joint_with_descriptors
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor

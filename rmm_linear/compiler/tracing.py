@@ -35,6 +35,7 @@ from rmm_linear.compiler.torch_private import (
     line_of,
     renew_values,
     require,
+    suggest_memory_format,
 )
 from rmm_linear.errors import CaptureError
 
@@ -365,7 +366,13 @@ class _FakeMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = isinstance(func, OpOverload) and func.is_view
         self.cache_enabled = is_view or torch.Tag.pointwise in getattr(func, "tags", ())
-        return super().dispatch(func, types, args, kwargs)
+        found: Any = super().dispatch(func, types, args, kwargs)
+        name = str(func)
+        if "native_batch_norm" in name and isinstance(found[0], Tensor) and found[0].device.type == "cpu":
+            # a fake result has the strides of the input or the gradient; a kernel's result has no others than these
+            layout = suggest_memory_format(args["backward" in name])
+            return (torch.empty_like(found[0], memory_format=layout), *found[1:])
+        return found
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -47,3 +47,18 @@ def test_what_reads_memory_as_it_lies_gets_the_layout_that_it_was_captured_with(
     x = torch.randn(4, 16)
     model, reference = planned_and_plain(Strided(16, WIDTH), x)
     assert_same_step(model, reference, x, loss=lambda y: (y.T * torch.arange(4 * WIDTH).view(4, WIDTH)).sum())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(33), nn.BatchNorm1d(33).eval(), nn.InstanceNorm1d(33)])
+def test_a_norm_over_a_batch_lays_its_result_out_as_the_kernel_does(norm):
+    def outputs(it, x):
+        # a fake norm of a transposed tensor is transposed, a CPU's is not
+        h = it.norm(it.layer(x).permute(0, 2, 1).roll(1, 0).transpose(1, 2))
+        return h, h.transpose(1, 2), h.transpose(1, 2).reshape(-1, 33)
+
+    model, reference = planned_and_plain(ModelOf(outputs, layer=nn.Linear(16, WIDTH), norm=norm), X)
+    for place in range(3):
+        torch.manual_seed(0)
+        assert torch.equal(model(X)[place], reference(X)[place])
+        assert_same_step(model, reference, X, loss=lambda found, place=place: found[place].pow(3).sum())
+    assert planned_runs(model) == 6

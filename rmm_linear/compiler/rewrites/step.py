@@ -147,6 +147,8 @@ class Step:
             return given.get("reduce_op", "sum") in ("sum", "avg")
         if op.namespace != "aten" or name in _STEPS or given.get("rounding_mode") is not None:
             return False
+        if name == "copy" and _is_number(node.meta["val"]):
+            return True
         if name in _LINEAR or (name in _UNLESS and not gradients.issuperset(node.args[each] for each in _UNLESS[name])):
             return True
         # the gradients of a backward op are named so
