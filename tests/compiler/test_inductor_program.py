@@ -363,3 +363,15 @@ def test_a_gradient_that_arrives_beside_the_loss_has_the_dropout_of_its_result()
             with pytest.warns(UserWarning, match="a gradient arrived at a result beside the loss"):
                 y.sum().backward()
         assert scale.grad == y.sum()
+
+
+@pytest.mark.slow
+def test_views_of_a_result_show_its_elements_where_inductor_lays_it_out_otherwise():
+    def outputs(it, x):
+        h = it.norm(x.transpose(1, 2))
+        return h, h.transpose(1, 2)
+
+    model, x = ModelOf(outputs, norm=nn.BatchNorm1d(8)), torch.randn(4, 15, 8)
+    step = torch.compile(model, backend="rmm_linear", options={"budget": "100%"})
+    for ours, theirs in zip(step(x), model(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
