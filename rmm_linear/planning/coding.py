@@ -87,9 +87,10 @@ class CodedTensor:
         bits: Bits of an element; 1 for a mask, which is exact.
         tensor_bytes: Bytes of the tensor.
         code_bytes: Bytes of the code.
-        bias: A bound of the bias of readings; 0 if all are unbiased, None if no bound is known (scores of attention).
-            For a function f of u, it is the largest value of (1 + u^2) |mean of the reading - f(u)| over |u| <= 40,
-            relative to the largest |f| within +-1: a factor of f in a gradient may grow as u^2.
+        bias: A bound of the bias of readings; 0 if all are unbiased. For a function f of u, it is the largest value of
+            (1 + u^2) |mean of the reading - f(u)| over |u| <= 40, relative to the largest |f| within +-1: a factor of f
+            in a gradient may grow as u^2. None for queries and keys: gradients of their attention are biased by some
+            5e-5 of the variance of its scores.
     """
 
     name: str
@@ -122,8 +123,7 @@ class FreedMemory:
     Attributes:
         name: The node that writes it.
         size_bytes: Its size.
-        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together. It is
-            empty where only an attention that runs again reads the memory.
+        codes: Names of the tensors whose codes are read in its place: it is freed by all of them together.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Coding:
         if bias:
             yield f"readings of functions are biased by {100 * bias:.1g} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
-            yield "scores of attention are biased through their exponential; no bound is known"
+            yield "gradients of attention are biased by some 5e-5 of the variance of its scores"
         if self.bending:
             others = f"; {len(self.bending) - _MOST_NAMED} more" if len(self.bending) > _MOST_NAMED else ""
             ops = "; ".join(self.bending[:_MOST_NAMED]) + others

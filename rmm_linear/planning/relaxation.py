@@ -116,7 +116,7 @@ class Relaxation:
         rows += [({("keep", index): 1, ("free", index): 1}, 1) for index in read & freed.keys()]
         for index, names in freed.items():
             # ops that read the tensor itself may have run before a moment of the backward pass: one code may do then
-            groups = [(name,) for name in names] if moment is None or not names else [names]
+            groups = [(name,) for name in names] if moment is None else [names]
             rows += [({("code", name): 1 for name in group} | {("free", index): -1}, 0) for group in groups]
         rows += [
             ({("keep", index): 1, ("again", graph.writer[index]): 1, ("again", number): -1}, 0)

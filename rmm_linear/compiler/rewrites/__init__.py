@@ -36,7 +36,7 @@ def code_step(step: Step, bits: Bits, parameters: Collection[fx.Node], ratio: fl
     """
     blocks, chosen = step.blocks, Choice(step, bits)
     sketched = [] if ratio is None else sketches(step, chosen, parameters, ratio)
-    # no bound is known for the bias through the exponential of a score
+    # the bias through the exponential of a score depends on the scores
     unbounded = {code for code, read in chosen.served_by() if attention.is_score(read)}
     memories = tuple(
         FreedMemory(node.name, size_bytes(node), tuple(sorted(code.name for code in codes)))
@@ -94,8 +94,6 @@ def _apply(step: Step, chosen: Choice, sketched: Sequence[Sketch]) -> None:
             node.replace_input_with(source, chosen.readings.read(source, editor, node))
         if node in replacing:
             replacing[node].replace(node, editor, chosen.readings)
-        if node in chosen.repeated:
-            attention.run_again(node, editor)
         if node in estimated:
             estimated[node].replace(node, editor)
     # a converted layer draws also where it takes the seed of another one: later draws depend on it

@@ -1,8 +1,7 @@
 """Codes of attention: queries, keys, values and output of the fused ops, and the probabilities of the op by op form.
 
 The gradient of a fused op is linear in the values and in the output. Queries and keys go through an exponential, which
-is read as if it was linear: the bias is of the order of the errors' variance, which 8 bits make negligible. With 4 bits
-the output and the normalisation are computed again from readings, by the op of CPUs; others are read from 8 bits.
+is read as if it was linear. They always have 8 bits: the bias is about half the variance of the errors of the scores.
 
 The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is added, where s_i is the step of the code.
 """
@@ -10,7 +9,6 @@ The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is ad
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -29,8 +27,6 @@ FUSED = {
     aten._scaled_dot_product_cudnn_attention_backward.default: (1, 2, 3, 4),
     aten._scaled_dot_product_efficient_attention_backward.default: (1, 2, 3, 5),
 }
-# Of this op, the forward op needs no more than the backward op has.
-_AGAIN = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Ops between the gradient of a product with probabilities and that of the softmax.
 _BETWEEN = {aten._to_copy.default, aten.mul.Tensor, aten.masked_fill.Scalar, aten.slice_backward.default}
 _BETWEEN |= {aten._unsafe_view.default, aten.clone.default, aten.native_dropout_backward.default}
@@ -70,31 +66,6 @@ def is_output(node: fx.Node) -> bool:
 def is_score(read: Read) -> bool:
     """Tell whether a fused backward op computes scores from a tensor: it is a query or a key."""
     return read.reader.target in FUSED and read.source in read.reader.args[1:3]
-
-
-def can_run_again(reader: fx.Node) -> bool:
-    """Tell whether the forward op of a fused backward op can run again in the backward pass."""
-    return reader.target is _AGAIN and reader.args[4] not in reader.args[1:4]
-
-
-def is_result(read: Read) -> bool:
-    """Tell whether a backward op that can run its forward op again reads a result of that op."""
-    return read.source in read.reader.args[4:6]
-
-
-def run_again(reader: fx.Node, editor: Editor) -> None:
-    """Run the forward op of a fused backward op on the readings of its inputs, for its output and normalisation."""
-    mask = [reader.kwargs["attn_mask"]] if reader.kwargs.get("attn_mask") is not None else []
-    options: Any = {"dropout": reader.args[6], "is_causal": reader.args[7], "scale": reader.kwargs.get("scale")}
-    output, logsumexp = editor.insert(_attention, *reader.args[1:4], *mask, before=reader, **options)
-    reader.args = (*reader.args[:4], output, logsumexp, *reader.args[6:])
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, *mask: Tensor, dropout: float, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return op(query, key, value, dropout, is_causal, attn_mask=mask[0] if mask else None, scale=scale)
 
 
 def _softmax_backward(

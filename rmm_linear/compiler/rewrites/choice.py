@@ -25,7 +25,6 @@ class Choice:
         readings: Tells which tensors can be read from the codes.
         served: Reads of tensors that are read from codes, beside the rewrites' own.
         unserved: Reads of tensors as they are.
-        repeated: Backward ops of attention, whose forward op runs again on the readings.
     """
 
     def __init__(self, step: Step, bits: Bits) -> None:
@@ -38,7 +37,6 @@ class Choice:
             self._candidates += relu.candidates(step)
         if bits.attention:
             self._candidates += attention.candidates(step, bits.attention)
-        self.repeated = {read.reader for read in step.reads if attention.can_run_again(read.reader)}
         self._refused: set[Read] = set()
         self._dropped: set[tuple[type[Rewrite], fx.Node]] = set()
         while True:
@@ -55,15 +53,12 @@ class Choice:
         for rewrite in self._candidates:
             if own.isdisjoint(rewrite.serves) and self._take(rewrite):
                 own.update(rewrite.serves)
-        again = (read for read in self._step.reads if read.reader in self.repeated)
-        self._results = list(filter(attention.is_result, again))
-        own.update(self._results)
         waiting = [read for read in self._step.reads if read not in own and read not in self._refused]
         if self._bits.linear or self._bits.attention:
             # of products of two tensors, the tensors are coded first
             for is_product in (False, True):
                 left = [read for read in waiting if not self._can_read(read)]
-                for rewrite in products.candidates(self._step, left, self._bits, self.repeated):
+                for rewrite in products.candidates(self._step, left, self._bits):
                     base = self._step.base[rewrite.code.node]
                     is_elementwise = torch.Tag.pointwise in getattr(base.target, "tags", ())
                     if is_elementwise is is_product:
@@ -89,7 +84,7 @@ class Choice:
         found = self.readings.codes_of(read.source)
         if found is None or not products.is_linear(read):
             return False
-        return not attention.is_score(read) or read.reader in self.repeated or all(code.bits == 8 for code in found)
+        return not attention.is_score(read) or all(code.bits == 8 for code in found)
 
     def served_by(self) -> Iterator[tuple[Code, Read]]:
         """Yield each read that is served, with each code that serves it; a rewrite's own reads come first."""
@@ -119,18 +114,14 @@ class Choice:
         """Return the nodes whose memory need not be kept for the backward pass, each with all codes that serve it."""
         exact = self.readings.exact.union(read.source for read in self.unserved)
         kept = frozenset().union(*map(self._step.memories, exact))
-        # an attention that runs again reads none of its results, whichever of its inputs are coded
-        results = (node for read in self._results for node in self._step.memories(read.source))
-        found: dict[fx.Node, set[Code]] = {node: set() for node in results if node not in kept}
+        found: dict[fx.Node, set[Code]] = {}
         for code, read in self.served_by():
             for node in self._step.memories(read.source) - kept:
                 found.setdefault(node, set()).add(code)
         return found
 
     def _drop(self) -> bool:
-        """Drop codes that free no more bytes than they take, and forward ops that need not run again."""
-        scores = [(code, read) for code, read in self.served_by() if attention.is_score(read)]
-        needed = {read.reader for code, read in scores if code.bits < 8}
+        """Drop codes that free no more bytes than they take, and tell whether there are any."""
         # memory is freed by all of its codes together: a minimum cut finds the codes that are worth their bytes
         flow = nx.DiGraph([("bytes freed", "bytes of codes")])
         flow["bytes freed"]["bytes of codes"]["capacity"] = 0
@@ -143,6 +134,4 @@ class Choice:
         _, (worth, _) = nx.minimum_cut(flow, "bytes freed", "bytes of codes")
         useless = {(type(rewrite), rewrite.code.node) for rewrite in self.rewrites if rewrite.code not in worth}
         self._dropped |= useless
-        is_settled = not useless and self.repeated <= needed
-        self.repeated &= needed
-        return not is_settled
+        return bool(useless)

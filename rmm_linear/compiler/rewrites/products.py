@@ -1,6 +1,6 @@
 """Codes of tensors that the backward pass reads linearly: in matrix products, for weight gradients, and in products."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -31,11 +31,8 @@ def is_linear(read: Read) -> bool:
     return reader.target in _LINEAR and sum(arg is source for arg in reader.args) == 1
 
 
-def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collection[fx.Node]) -> Iterator[Rewrite]:
-    """Find tensors that could have codes of their own for these reads.
-
-    `repeated` are backward ops of attention, whose forward op runs again on the readings.
-    """
+def candidates(step: Step, reads: Iterable[Read], bits: Bits) -> Iterator[Rewrite]:
+    """Find tensors that could have codes of their own for these reads."""
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:
         source = read.source
@@ -49,8 +46,6 @@ def candidates(step: Step, reads: Iterable[Read], bits: Bits, repeated: Collecti
     for node, own in found.items():
         is_attention = is_output(step.base[node]) or any(read.reader.target in FUSED for read in own)
         kind, size = ("attention", bits.attention) if is_attention else ("linear", bits.linear)
-        # scores of 4 bits need the normalisation of the readings
-        needs_eight = any(is_score(read) and read.reader not in repeated for read in own)
         shape = Shape.of(node.meta["val"])
         if size and shape is not None:
-            yield Rewrite(Code(node, kind, 8 if needs_eight else size, shape))
+            yield Rewrite(Code(node, kind, 8 if any(map(is_score, own)) else size, shape))
