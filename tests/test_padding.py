@@ -40,6 +40,12 @@ def tiny_bert(layers=2):
     return tiny("BertForSequenceClassification", num_hidden_layers=layers)
 
 
+def converted_bert():
+    """A model whose layers leave padding out, a batch and the batch's mask."""
+    mask = right_padded()
+    return convert_linears(tiny_bert(), config=SKIP), batch(mask), mask
+
+
 def batch(mask):
     torch.manual_seed(1)
     return {
@@ -84,10 +90,12 @@ def test_the_weight_gradient_is_that_of_the_valid_rows_alone(sketch, center, sto
     x, weight, bias, g = layer_pair(mask)
     weight.requires_grad_()
     found = []
-    for rows, valid, grad in ((x, ValidRows(mask), g), (x[mask != 0], None, g[mask != 0])):
+    of_valid_rows = x[mask != 0], None, g[mask != 0]
+    for rows, valid, grad in (of_valid_rows, (x, ValidRows(mask), g), (x, ValidRows(mask, count=121), g)):
         output = linear(rows, weight, bias, config=config, seed=7, valid_rows=valid)
         found += torch.autograd.grad(output, weight, grad)
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 class TestUnbiased:
@@ -153,10 +161,6 @@ class TestUnbiased:
             assert torch.autograd.grad(output, weight, g)[0].isnan().any() == is_valid
 
 
-def tiny_llama():
-    return tiny("LlamaForSequenceClassification", pad_token_id=0)
-
-
 def assert_near(ours, exact, within=0.04):
     """int8 alone costs 1.5 %; a token that is missing costs several times as much."""
     for name, gradient in exact.items():
@@ -172,7 +176,7 @@ def assert_near(ours, exact, within=0.04):
         (tiny_bert, right_padded().float()),
         # packed: the number of the sequence, 0 for padding
         (tiny_bert, torch.arange(40).div(9, rounding_mode="floor").add(1).mul(right_padded())),
-        (tiny_llama, right_padded().flip(1)),
+        (lambda: tiny("LlamaForSequenceClassification", pad_token_id=0), right_padded().flip(1)),
     ],
     ids=["right", "none", "bool", "float", "packed", "left"],
 )
@@ -220,27 +224,56 @@ def test_fewer_valid_rows_than_min_rows_are_kept_as_they_are():
     assert torch.equal(*(torch.autograd.grad(output, weight, g)[0] for output in outputs))
 
 
+def token_model():
+    """A model, a batch with labels on padding, and the batch without them."""
+    mask = right_padded()
+    inputs = {"input_ids": mask, "attention_mask": mask, "labels": torch.ones_like(mask)}
+    right = {**inputs, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    return convert_linears(tiny("BertForTokenClassification", num_hidden_layers=1), config=SKIP), inputs, right
+
+
+def evaluated(model, inputs, right):
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()(**inputs)
+    model.train()
+
+
+def unpadded(model, inputs, right):
+    full = torch.ones_like(inputs["attention_mask"])
+    model(**{**inputs, "attention_mask": full, "labels": full}).loss.backward()
+
+
+def few_rows(model, inputs, right):
+    convert_linears(model, config=SKIP.replace(min_rows=200))
+    model(**inputs).loss.backward()
+    convert_linears(model, config=SKIP)
+
+
+def announced(model, inputs, right):
+    with valid_rows(torch.ones_like(inputs["attention_mask"])):
+        model(**{**right, "attention_mask": None}).loss.backward()
+
+
+# what shows nothing of padding
+BEFORE = {
+    "nothing": lambda *_: None,
+    "no backward": lambda model, inputs, right: model(**inputs),
+    "zero gradient": lambda model, inputs, right: (model(**inputs).loss * 0).backward(),
+    **{step.__name__: step for step in (evaluated, unpadded, few_rows, announced)},
+}
+
+
 class TestGradientOnPadding:
     """The loss reads masked positions: an error, not a wrong gradient."""
-
-    @staticmethod
-    def _token_model():
-        model = tiny("BertForTokenClassification", num_hidden_layers=1)
-        mask = right_padded()
-        labels = torch.ones_like(mask)
-        return convert_linears(model, config=SKIP), {"input_ids": mask, "attention_mask": mask, "labels": labels}
-
-    @staticmethod
-    def _right(inputs):
-        return {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
 
     def test_a_model_that_reads_its_first_position_can_not_be_padded_on_the_left(self):
         with pytest.raises(PaddingGradientError):
             convert_linears(tiny_bert(), config=SKIP)(**batch(right_padded().flip(1))).loss.backward()
 
     def test_later_steps_are_checked_only_where_the_mask_asks_for_it(self):
-        model, inputs = self._token_model()
-        model(**self._right(inputs)).loss.backward()
+        model, inputs, right = token_model()
+        model(**right).loss.backward()
         before = model.bert.encoder.layer[0].output.dense.weight.grad.clone()
         model(**inputs).loss.backward()
         assert not torch.equal(before, model.bert.encoder.layer[0].output.dense.weight.grad)
@@ -255,37 +288,15 @@ class TestGradientOnPadding:
         with pytest.raises(PaddingGradientError, match="1 of 119 rows .* row 79 of 240"):
             output.backward(g)
 
-    @pytest.mark.parametrize(
-        "first", ["", "evaluated", "unpadded", "few rows", "no backward", "zero gradient", "overflow", "announced"]
-    )
-    def test_the_first_step_that_shows_something_is_checked(self, first):
-        model, inputs = self._token_model()
-        if first == "evaluated":
-            with torch.no_grad():
-                model(**inputs)
-            model.eval()(**inputs)
-            model.train()
-        elif first == "unpadded":
-            full = torch.ones_like(inputs["attention_mask"])
-            model(**{**inputs, "attention_mask": full, "labels": full}).loss.backward()
-        elif first == "few rows":
-            convert_linears(model, config=SKIP.replace(min_rows=200))
-            model(**inputs).loss.backward()
-            convert_linears(model, config=SKIP)
-        elif first == "no backward":
-            model(**inputs)
-        elif first == "zero gradient":
-            (model(**inputs).loss * 0).backward()
-        elif first == "overflow":
-            (model(**inputs).loss * float("inf")).backward()
-        elif first == "announced":
-            with valid_rows(torch.ones_like(inputs["attention_mask"])):
-                model(**{**self._right(inputs), "attention_mask": None}).loss.backward()
+    @pytest.mark.parametrize("before", BEFORE)
+    def test_the_first_step_that_shows_something_is_checked(self, before):
+        model, inputs, right = token_model()
+        BEFORE[before](model, inputs, right)
         with pytest.raises(PaddingGradientError, match=r"119 of 119 rows .* row 50 of 240.*skip_padding=False"):
             model(**inputs).loss.backward()
 
     def test_a_mask_announced_by_hand_is_checked_too(self):
-        model, inputs = self._token_model()
+        model, inputs, _ = token_model()
         with pytest.raises(PaddingGradientError), valid_rows(inputs["attention_mask"], count=121):
             model(**inputs).loss.backward()
         layer = RMMLinear(16, 8, config=SKIP)
@@ -293,17 +304,6 @@ class TestGradientOnPadding:
             output = layer(torch.randn(6, 40, 16))
         with pytest.raises(PaddingGradientError):
             output.sum().backward()
-
-    def test_layers_stop_looking_when_they_have_seen_enough(self):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
-        # but for those whose input attention keeps anyway
-        names = [name for name, _ in model.named_modules() if "layer" in name and "attention.output" not in name]
-        layers = [layer for layer in map(model.get_submodule, names) if isinstance(layer, RMMLinear)]
-        model(**inputs).loss.backward()
-        assert layers
-        assert all(layer._rows_check.is_satisfied for layer in layers)
-        revert_linears(model)
-        assert not any(hasattr(layer, "_rows_check") for layer in layers)
 
     def test_an_overflow_is_left_to_the_grad_scaler(self):
         mask = right_padded()
@@ -317,27 +317,36 @@ class TestGradientOnPadding:
 
 
 class TestWhichMaskHoldsWhere:
-    @pytest.mark.parametrize("by_place", [False, True])
-    def test_all_layers_but_the_pooler_see_the_mask_and_none_without_one(self, by_place):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
-        mask = inputs.pop("attention_mask")
+    @pytest.mark.parametrize("given", ["by name", "by place", "around the model"])
+    def test_all_layers_but_the_pooler_see_the_mask_and_none_without_one(self, given):
+        model, inputs, mask = converted_bert()
+        del inputs["attention_mask"]
         assert set(rows_seen(model, inputs).values()) == {None}
-        arguments = (inputs["input_ids"], mask) if by_place else ()
-        seen = rows_seen(model, {} if by_place else {**inputs, "attention_mask": mask}, *arguments)
+        if given == "around the model":
+            with valid_rows(mask):
+                seen = rows_seen(model, inputs)
+            with pytest.raises(ValueError, match=r"\(40, 6\) fits none"), valid_rows(mask.t()):
+                model(**inputs)
+        elif given == "by place":
+            seen = rows_seen(model, {}, inputs["input_ids"], mask)
+        else:
+            seen = rows_seen(model, {**inputs, "attention_mask": mask})
         assert seen.pop("bert.pooler.dense") is None
         assert len(seen) == 12
         assert all(found is mask for found in seen.values())
 
-    @pytest.mark.parametrize("kind", ["t5", "bart"])
+    @pytest.mark.parametrize("kind", ["T5", "Bart"])
     @pytest.mark.parametrize("with_decoder_mask", [True, False])
     def test_encoder_and_decoder_have_masks_of_their_own(self, kind, with_decoder_mask):
-        if kind == "t5":
+        if kind == "T5":
             changes = {"d_kv": 16, "d_ff": 64, "num_decoder_layers": 2, "decoder_start_token_id": 0}
-            model, cross = tiny("T5ForConditionalGeneration", **changes), "EncDecAttention"
         else:
             sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
             changes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
-            model, cross = tiny("BartForConditionalGeneration", **changes), "encoder_attn"
+        model, cross = (
+            tiny(f"{kind}ForConditionalGeneration", **changes),
+            {"T5": "EncDecAttention", "Bart": "encoder_attn"}[kind],
+        )
         # of one shape, so that only the right rule tells them apart
         mask, of_decoder = right_padded(), right_padded(LENGTHS.flip(0))
         labels = torch.randint(1, 50, mask.shape).masked_fill(of_decoder == 0, -100)
@@ -347,13 +356,11 @@ class TestWhichMaskHoldsWhere:
         exact = gradients(model, inputs)
         convert_linears(model, config=ROUNDED)
         for name, found in rows_seen(model, inputs).items():
-            reads_memory = cross in name and name.rpartition(".")[2] in ("k", "v", "k_proj", "v_proj")
+            reads_memory = cross in name and name.endswith((".k", ".v", ".k_proj", ".v_proj"))
             if "encoder." in name.replace("decoder.", "") or reads_memory:
                 assert found is mask, name
-            elif with_decoder_mask:
-                assert found is of_decoder, name
             else:
-                assert found is None, name
+                assert found is (of_decoder if with_decoder_mask else None), name
         assert_near(gradients(model, inputs), exact)
 
     def test_memory_is_known_by_what_it_shows(self):
@@ -388,32 +395,23 @@ class TestWhichMaskHoldsWhere:
         seen = rows_seen(model, inputs)
         assert sum(found is inputs["attention_mask"] for found in seen.values()) == 12
 
-    def test_a_mask_announced_around_a_model_that_gets_none_holds_in_it(self):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
-        mask = inputs.pop("attention_mask")
-        with valid_rows(mask):
-            seen = rows_seen(model, inputs)
-        assert sum(found is mask for found in seen.values()) == 12
-        with pytest.raises(ValueError, match=r"\(40, 6\) fits none"), valid_rows(mask.t()):
-            model(**inputs)
-
     def test_a_vision_tower_is_not_under_the_texts_mask(self):
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         # 5 patches and 5 tokens: shapes do not tell them apart
-        config = transformers.CLIPConfig(
+        model = tiny(
+            "CLIPModel",
             text_config={**sizes, "vocab_size": 50, "max_position_embeddings": 8, "eos_token_id": 2},
             vision_config={**sizes, "image_size": 8, "patch_size": 4},
             projection_dim=16,
         )
-        torch.manual_seed(0)
-        model = convert_linears(transformers.CLIPModel(config).train(), config=SKIP)
+        convert_linears(model, config=SKIP)
         mask = right_padded(torch.tensor([5, 3, 2]), 5)
         inputs = {"input_ids": torch.randint(3, 50, (3, 5)), "attention_mask": mask, "return_loss": True}
         seen = rows_seen(model, {**inputs, "pixel_values": torch.randn(3, 3, 8, 8)})
-        for name, found in seen.items():
-            expected = mask if name.startswith("text_model.encoder") else None
-            assert found is expected, name
-        assert any(found is mask for found in seen.values())
+        texts = [name for name in seen if name.startswith("text_model.encoder")]
+        assert texts
+        assert [name for name, found in seen.items() if found is mask] == texts
+        assert [name for name, found in seen.items() if found is not None] == texts
 
     def test_generation_is_left_alone(self):
         model = tiny("LlamaForCausalLM").eval()
@@ -453,7 +451,7 @@ class TestWhichMaskHoldsWhere:
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
     def test_a_forward_that_is_broken_off_leaves_no_mask_to_the_next_step(self, error):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        model, inputs, _ = converted_bert()
 
         def interrupt(module, args):
             raise error
@@ -563,37 +561,22 @@ class TestHooks:
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     def test_copies_announce_their_own_masks(self, duplicate):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
+        model, inputs, _ = converted_bert()
         twin = duplicate(model)
         for name, gradient in gradients(model, inputs).items():
             assert torch.equal(gradient, gradients(twin, inputs)[name])
         revert_linears(twin)
         assert not twin.bert._forward_pre_hooks
+        assert not any(hasattr(layer, "_rows_check") for layer in twin.modules())
         assert model.bert._forward_pre_hooks
 
 
 class TestValidRows:
-    def test_a_known_count_finds_the_same_rows(self):
-        for mask in (right_padded(), right_padded().flip(1), torch.ones(2, 3)):
-            count = int((mask != 0).sum())
-            found, expected = ValidRows(mask, count=count), ValidRows(mask)
-            assert found.count == expected.count == count
-            index, expected_index = found.index_on(mask.device), expected.index_on(mask.device)
-            assert (index is None) == (expected_index is None)
-            if index is not None:
-                assert torch.equal(index, expected_index)
-                assert index.dtype == torch.int32
-
     def test_a_collators_count_is_taken_over_by_the_models_hook(self):
-        model, inputs = convert_linears(tiny_bert(), config=SKIP), batch(right_padded())
-        model(**inputs).loss.backward()
-        with (
-            pytest.raises(ValueError, match="count=120, but the mask marks 121 rows valid"),
-            valid_rows(inputs["attention_mask"], count=120),
-        ):
+        model, inputs, mask = converted_bert()
+        told = "count=120, but the mask marks 121 rows valid"
+        with pytest.raises(ValueError, match=told), valid_rows(mask, count=120):
             model(**inputs)
-        with valid_rows(inputs["attention_mask"], count=121):
-            model(**inputs).loss.backward()
 
     @pytest.mark.parametrize(
         ("mask", "count", "message"),
