@@ -82,16 +82,6 @@ def test_small_ratios_take_larger_blocks():
         assert 2 <= kept <= 4
 
 
-def test_blocks_are_strided():
-    """Row i lies in block i modulo the number of blocks: neighbours are never in one block."""
-    for rows in (65, 67, 128, 130, 200):
-        blocks, kept = Hadamard(ratio=0.3).geometry(rows)
-        dense = hadamard_dense(torch.tensor([5]), rows=rows, blocks=blocks, kept=kept, dtype=torch.float64)[0]
-        members = dense.unflatten(1, (blocks, kept)).abs().sum(2) > 0
-        expected = torch.arange(rows).unsqueeze(1) % blocks == torch.arange(blocks)
-        assert torch.equal(members, expected)
-
-
 def test_columns_are_shared_by_blocks_and_signs_are_not():
     blocks, kept = Hadamard(ratio=0.5).geometry(128)
     dense = hadamard_dense(torch.tensor([5]), rows=128, blocks=blocks, kept=kept, dtype=torch.float64)[0]
