@@ -41,13 +41,6 @@ def one(config=CONFIG, dtype=torch.float32, sequences=0):
     return config.saved_bytes(ROWS, WIDTH, dtype, sequences=sequences)
 
 
-def gradients(model, x, seed=0):
-    model.zero_grad()
-    torch.manual_seed(seed)
-    model(x).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 @pytest.mark.parametrize("storage", [None, "int4"])
 @pytest.mark.parametrize("sketch", ["hadamard", "gaussian", "wta_crs"])
 def test_three_layers_keep_one_sketch(sketch, storage):
@@ -387,13 +380,16 @@ def sketches(model, x, others=ROWS * WIDTH * 2):
     return measure_kept_bytes(model, x) - others
 
 
-def test_copies_of_one_tensor_share():
+def test_copies_of_one_tensor_share_a_sketch_and_a_ratio():
     x = lowered()
     assert sketches(Adapters(), x) == one()
     assert sketches(Adapters(CONFIG.replace(share_sketch=False)), x) == 3 * one()
     report = profile(Adapters(RMMConfig(ratio=1.0)), x)
     assert len({call.storage for call in report.linears}) == 3
     assert report.predict(CONFIG) == measure_kept_bytes(Adapters(), x)
+    model = Adapters()
+    known = profile_noise(model, [lambda: model(x).square().sum().backward()], [CONFIG, CONFIG.replace(ratio=0.5)])
+    assert len({layer.group for layer in known.layers}) == 1
 
 
 def no_grad_mul(x, factor):
@@ -479,13 +475,3 @@ def test_groups_of_copies_keep_no_graph_alive():
             assert all(reference.expired() for reference in references if reference.cdata not in own)
     finally:
         gc.enable()
-
-
-def test_allocation_ties_the_readers_of_copies():
-    model = Adapters()
-
-    def run():
-        model(lowered()).square().sum().backward()
-
-    found = profile_noise(model, [run], [CONFIG, CONFIG.replace(ratio=0.5)])
-    assert len({layer.group for layer in found.layers}) == 1

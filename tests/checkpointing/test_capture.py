@@ -6,29 +6,13 @@ import random
 
 import pytest
 import torch
+from as_it_was import as_it_was
 from model_of import ModelOf
 from planned_models import assert_same_step, planned, planned_and_plain, planned_runs
 from torch import nn
 
 from rmm_linear.checkpointing import capture, checkpoint_model
 from rmm_linear.errors import CaptureError
-
-
-def tensors_by_owner(model):
-    return [
-        (module, kind, name, tensor)
-        for module in model.modules()
-        for kind in ("_parameters", "_buffers")
-        for name, tensor in vars(module)[kind].items()
-    ]
-
-
-def assert_holds(model, before):
-    after = tensors_by_owner(model)
-    assert len(after) == len(before)
-    for mine, theirs in zip(after, before, strict=True):
-        assert mine[:3] == theirs[:3]
-        assert mine[3] is theirs[3]
 
 
 def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
@@ -40,9 +24,8 @@ def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
     layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))] * 3)
     model, x = ModelOf(repeated, layers=layers, tied=nn.Linear(8, 8)), torch.randn(4, 8)
     model.tied.weight = layers[0][0].weight
-    before = tensors_by_owner(model)
-    model, reference = planned_and_plain(model, x)
-    assert_holds(model, before)
+    with as_it_was(model):
+        model, reference = planned_and_plain(model, x)
     for _ in range(2):
         assert_same_step(model, reference, x)
 
@@ -123,15 +106,11 @@ def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(kind):
     model, x = kind(8, 8), torch.randn(4, 8)
-    before, contents = tensors_by_owner(model), copy.deepcopy(model.state_dict())
-    states = torch.get_rng_state(), random.getstate()
-    with pytest.raises(CaptureError, match=f"(?s){REFUSED[kind]}.*one by one"):
+    state = random.getstate()
+    with as_it_was(model), pytest.raises(CaptureError, match=f"(?s){REFUSED[kind]}.*one by one"):
         checkpoint_model(model, x, budget="100%")
-    assert_holds(model, before)
-    assert all(torch.equal(tensor, contents[name]) for name, tensor in model.state_dict().items())
     assert model._compiled_call_impl is None
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
+    assert random.getstate() == state
 
 
 def test_a_list_that_the_step_fills_is_filled_by_steps_alone():

@@ -1,0 +1,29 @@
+"""What a measurement leaves as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor | None]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    gradients = {f"{name}.grad": parameter.grad for name, parameter in parameters.items()}
+    return parameters | gradients | dict(model.named_buffers(remove_duplicate=False))
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Assert that a model has its tensors and gradients, with their contents, and its modes, and torch its draws."""
+    before, modes, state = _tensors(model), [module.training for module in model.modules()], torch.get_rng_state()
+    contents = {name: tensor.clone() for name, tensor in before.items() if tensor is not None}
+    yield
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    after = _tensors(model)
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor is before[name], name
+        assert tensor is None or torch.equal(tensor, contents[name]), name
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
