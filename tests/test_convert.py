@@ -45,6 +45,10 @@ def tiny_roberta(**changes):
     return tiny("RobertaForSequenceClassification", dropout=0.1, hidden_size=16, intermediate_size=32, **changes)
 
 
+def squares(names):
+    return lambda: nn.ModuleDict(linears(names, 4))
+
+
 class Named(nn.Module):
     """A body and a layer of which one method of the model says that it is its head."""
 
@@ -86,52 +90,28 @@ QUERIES = [f"layers.{block}.attention.query" for block in (0, 1)]
 LAYERS = {
     "a head is left out whole": (two_blocks, {}, BODY),
     **{
-        f"{name} is a head": (
-            lambda name=name: nn.ModuleDict({"body": nn.Linear(4, 4), name: nn.Linear(4, 4)}),
-            {},
-            ["body"],
-        )
+        f"{name} is a head": (squares(f"body {name}"), {}, ["body"])
         for name in ("lm_head", "score", "classification_head", "qa_outputs", "head")
     },
-    "a head's name deep inside is no head": (
-        lambda: nn.Sequential(nn.ModuleDict({"classifier": nn.Linear(4, 4)})),
-        {},
-        ["0.classifier"],
-    ),
+    "a head's name deep inside is no head": (lambda: nn.Sequential(squares("classifier")()), {}, ["0.classifier"]),
     "the model names its output embeddings": (lambda: Named(get_output_embeddings="unusual_name"), {}, ["body"]),
-    "a part names its output embeddings": (
-        lambda: nn.Sequential(Named(get_output_embeddings="unusual_name")),
-        {},
-        ["0.body"],
-    ),
+    "a part names its head": (lambda: nn.Sequential(Named(get_output_embeddings="unusual_name")), {}, ["0.body"]),
     "the model names its classifier": (lambda: Named(get_classifier="unusual_name"), {}, ["body"]),
     "the model fails to name its head": (lambda: Named(get_output_embeddings="no"), {}, ["body", "unusual_name"]),
-    "a list has the ends of names": (
-        two_blocks,
-        {"target_modules": ["query", "layers.1.dense"]},
-        [*QUERIES, "layers.1.dense"],
-    ),
-    "an end starts after a dot": (
-        lambda: nn.ModuleDict({"out_proj": nn.Linear(4, 4), "proj": nn.Linear(4, 4)}),
-        {"target_modules": ["proj"]},
-        ["proj"],
-    ),
+    "a list has ends of names": (two_blocks, {"target_modules": ["query", "1.dense"]}, [*QUERIES, "layers.1.dense"]),
+    "an end starts after a dot": (squares("out_proj proj"), {"target_modules": ["proj"]}, ["proj"]),
     "a list may name the head": (two_blocks, {"target_modules": ["classifier.dense"]}, ["classifier.dense"]),
-    "a string is an expression for the whole name": (
-        two_blocks,
-        {"target_modules": r"layers\.\d\.attention\.query"},
-        QUERIES,
-    ),
+    "a string matches whole names": (two_blocks, {"target_modules": r"layers\.\d\.attention\.query"}, QUERIES),
     "names of PEFT": (in_a_base_model, {"target_modules": ["query"]}, [f"base_model.model.{name}" for name in QUERIES]),
     "a list excludes": (
         two_blocks,
         {"exclude_modules": ["out_proj", "layers.0.dense", "key"]},
-        ["layers.0.attention.query", "layers.1.attention.query", "layers.1.dense"],
+        [*QUERIES, "layers.1.dense"],
     ),
     "an expression excludes": (
         two_blocks,
         {"exclude_modules": r".*\.out_proj|layers\.0\.dense|.*key"},
-        ["layers.0.attention.query", "layers.1.attention.query", "layers.1.dense"],
+        [*QUERIES, "layers.1.dense"],
     ),
     "wrappers have no names": (
         lambda: torch.compile(nn.DataParallel(two_blocks())),

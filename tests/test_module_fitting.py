@@ -127,7 +127,7 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
     assert_equal(_gradients(model, batch), expected)
 
 
-def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
+def test_noise_buys_time_as_far_as_the_limit_goes_and_more_than_measurements_vary_by(batch, times):
     times.update({"ratio 0.1": 1.0, "ratio 0.25": 2.0, "ratio 0.5": 3.0})
     loud = fit_stack(_stack(), batch, noise=1e9).chosen
     assert loud.name == "ratio 0.1"
@@ -136,6 +136,10 @@ def test_noise_buys_time_as_far_as_the_limit_goes(batch, times):
     assert [each.name for each in found.candidates if each.noise] == ["ratio 0.1", "ratio 0.25"]
     # the default allows no sketches
     assert [each.name for each in fit_stack(_stack(), batch).candidates] == ["unchanged"]
+    # measurements vary
+    for ms, chosen in ((8.6, "unchanged"), (8.5, "ratio 0.1")):
+        times.update({"ratio 0.1": ms, "ratio 0.25": 9.0, "ratio 0.5": 9.0})
+        assert fit_stack(_stack(), batch, noise=1e9).chosen.name == chosen
 
 
 def test_what_can_not_be_met_names_the_least(batch, times):
@@ -187,20 +191,16 @@ def test_blocks_that_change_their_buffers_are_not_checkpointed(batch, times, mon
     assert fit_stack(model, batch, "85%", noise=0, allow="recompute").chosen.checkpoints
     assert "forward" not in vars(model[0])
     assert "forward" in vars(model[1])
-    with pytest.raises(InfeasibleBudgetError, match="4 blocks are not checkpointed"):
-        fit_stack(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), make()) for _ in range(4))), batch, "60%", 0)
-
-
-def test_norms_without_averages_are_checkpointed(batch, times):
+    # a norm without averages changes nothing
     model = _stack(nn.BatchNorm1d(WIDTH, track_running_stats=False))
     assert fit_stack(model, batch, "60%", noise=0).chosen.checkpoints
+    with pytest.raises(InfeasibleBudgetError, match="4 blocks are not checkpointed"):
+        fit_stack(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), make()) for _ in range(4))), batch, "60%", 0)
 
 
 def test_what_others_change_after_the_fit_stays(batch, times):
     model = _stack()
     found = fit_stack(model, batch, "60%", noise=0)
-    with pytest.raises(ValueError, match=r"call remove\(\)"):
-        fit_stack(model, batch, "60%", noise=0)
     ours = model[1].forward
     model.forward, model[0].forward = partial(model.forward), partial(model[0].forward)
     others = model.forward, model[0].forward
@@ -238,13 +238,6 @@ def test_of_nested_blocks_the_inner_ones_are_checkpointed(batch, times):
     )
     blocks = module_fitting._blocks(transformers.SwinForImageClassification(config))
     assert [type(block).__name__ for block in blocks] == ["SwinLayer"] * 4
-
-
-def test_noise_buys_more_time_than_measurements_vary_by(batch, times):
-    times.update({"ratio 0.1": 8.6, "ratio 0.25": 9.0, "ratio 0.5": 9.0})
-    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "unchanged"
-    times["ratio 0.1"] = 8.5
-    assert fit_stack(_stack(), batch, noise=1e9).chosen.name == "ratio 0.1"
 
 
 def test_the_plain_step_need_not_run_where_noise_is_measured(batch, times):

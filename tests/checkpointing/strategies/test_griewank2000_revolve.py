@@ -6,22 +6,8 @@ from empty_chain import fewest_forward_steps, run_actions
 from experiments.checkpointing.generators import chain, with_backward
 from rmm_linear.planning.simulate import peak_and_cost
 from rmm_linear.planning.strategies.chain_reversal import ChainView, order_of_actions
-from rmm_linear.planning.strategies.griewank2000_revolve import repetitions, revolve, split
+from rmm_linear.planning.strategies.griewank2000_revolve import repetitions, revolve
 from rmm_linear.planning.strategies.segments import segments_of_cuts
-
-
-def best_splits(steps, slots):
-    costs = {
-        ahead: ahead + fewest_forward_steps(steps - ahead, slots - 1) + fewest_forward_steps(ahead, slots)
-        for ahead in range(1, steps)
-    }
-    return {ahead for ahead, cost in costs.items() if cost == min(costs.values())}
-
-
-def test_the_split_is_optimal():
-    for steps in range(2, 90):
-        for slots in range(2, 9):
-            assert split(steps, slots) in best_splits(steps, slots), (steps, slots)
 
 
 def test_schedules_take_the_forward_steps_of_the_closed_form_and_no_more_snapshots():
