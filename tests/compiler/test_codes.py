@@ -16,10 +16,7 @@ from rmm_linear.compiler.rewrites.codes import (
     encode,
     encode_with_tail,
     error_variance,
-    in_parts,
-    pack,
     straight,
-    unpack,
 )
 
 SEEDS = [torch.tensor(seed) for seed in (0, 1, -1, 2**40, 7_777_777_777_777)]
@@ -104,14 +101,6 @@ def test_steps_are_as_small_as_the_range_allows_and_its_ends_are_read_within_hal
         error = (decode(code, steps, keys[0], layout, bits=bits) - x).abs()
         assert (error <= 0.5001 * layout.in_rows(steps)).all()
         assert error[:, 1].max() < 1e-30
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_numbers_come_back(bits):
-    numbers = torch.randint(0, 2**bits, (3, 16, 5), dtype=torch.uint8)
-    packed = pack(in_parts(numbers, bits), bits)
-    assert packed.shape == (3, 2 * bits, 5)
-    assert unpack(packed, bits).equal(numbers)
 
 
 def test_the_dither_is_uniform_and_independent_of_neighbours_columns_keys_and_seeds():

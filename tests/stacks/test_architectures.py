@@ -28,32 +28,23 @@ def estimated(model):
 
 
 @pytest.mark.parametrize("kind", SKETCHED)
-def test_a_step_is_exact_but_for_the_sketched_weights(kind):
+def test_a_step_is_exact_but_for_the_sketched_weights_and_keeps_the_bytes_predicted(kind):
     model, batch = converted(kind), batch_of(kind)
     names = estimated(model)
     assert len(names) == SKETCHED[kind]
-    exact = kind()
+    exact, layers = kind(), [name.removesuffix(".weight") for name in names]
+    report = profile(exact, **batch)
+    assert measure_kept_bytes(model, **batch) == report.predict(CONFIG, layers=layers) < report.total_bytes
     # tied embeddings have one name, and one gradient that is an estimate
     tied = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     # what attention keeps anyway is kept as it is
-    free = {f"{call.layer}.weight" for call in profile(exact, **batch).linears if call.is_free}
+    free = {f"{call.layer}.weight" for call in report.linears if call.is_free}
     estimates = {tied[id(parameter)] for name, parameter in every if name in names - free}
     want, got = (train_step(each, [batch]) for each in (exact, model))
     assert torch.equal(got.logits[0], want.logits[0])
     assert torch.equal(got.losses[0], want.losses[0])
     assert_estimates(got.gradients, want.gradients, estimates, least=0.02)
-
-
-@pytest.mark.parametrize("kind", SKETCHED)
-def test_the_bytes_kept_are_those_predicted(kind):
-    batch = batch_of(kind)
-    report = profile(kind(), **batch)
-    model = converted(kind)
-    layers = [name for name, module in model.named_modules() if sketches(module)]
-    kept = measure_kept_bytes(model, **batch)
-    assert kept == report.predict(CONFIG, layers=layers)
-    assert kept < report.total_bytes
 
 
 @pytest.mark.parametrize(
