@@ -94,35 +94,26 @@ class DenseHadamard(DenseSketch, Hadamard):
         return dense.flatten(2)
 
 
-def changed(base, name="Changed", **methods):
-    """A class with other methods than its base, whose own are `base.method(self, ...)`."""
-    return type(name, (base,), methods)
+def changed(*bases, **methods):
+    """A class with other methods than its bases, whose own are `base.method(self, ...)`."""
+    return type("Changed", bases, methods)
 
 
-FixedColumns = changed(
-    DenseHadamard, columns=lambda self, seeds, order, kept: torch.arange(kept).expand(seeds.numel(), kept)
-)
-ColumnsWithReplacement = changed(
-    DenseHadamard, columns=lambda self, seeds, order, kept: choose_with_replacement(seeds, order, kept)
-)
-NoSigns = changed(
-    DenseHadamard, signs=lambda self, seeds, rows, blocks: torch.ones(seeds.numel(), rows, dtype=torch.float64)
-)
-SignsSharedByBlocks = changed(
-    DenseHadamard,
-    signs=lambda self, seeds, rows, blocks: DenseHadamard.signs(self, seeds, rows, blocks)[
-        :, self.places(rows, blocks)[1]
-    ],
-)
+def first_columns(self, seeds, order, kept):
+    return torch.arange(kept).expand(len(seeds), kept)
 
 
-class ContiguousBlocks(DenseHadamard):
+def signs_of_places(self, seeds, rows, blocks):
+    return DenseHadamard.signs(self, seeds, rows, blocks)[:, self.places(rows, blocks)[1]]
+
+
+def contiguous_places(self, rows, blocks):
     """Right in itself, but the closed form is that of strided blocks."""
+    row, block_rows = torch.arange(rows), -(-rows // blocks)
+    return row // block_rows, row % block_rows
 
-    def places(self, rows, blocks):
-        block_rows = -(-rows // blocks)
-        row = torch.arange(rows)
-        return row // block_rows, row % block_rows
+
+ContiguousBlocks = changed(DenseHadamard, places=contiguous_places)
 
 
 class ContiguousBlocksWithTheirClosedForm(ContiguousBlocks):
@@ -137,23 +128,19 @@ class ContiguousBlocksWithTheirClosedForm(ContiguousBlocks):
         return super().variance(x[order], g[order])
 
 
-# Dense sketches.
-
-
 def papers_closed_form(self, x, g):
     sums = gradient_sums(x, g)
     return (sums.x_squared * sums.g_squared - sums.gradient_squared) / max(1, self.rank(sums.rows))
 
 
-# Row sampling.
+def rows_with_replacement(self, x, seeds):
+    rows, rank = x.shape[0], self.rank(x.shape[0])
+    index = choose_with_replacement(seeds, max(1, rows), rank)
+    dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
+    return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
 
 
-class WrongReplacement(DenseSketch, RowsWithoutReplacement):
-    def dense(self, x, seeds):
-        rows, rank = x.shape[0], self.rank(x.shape[0])
-        index = choose_with_replacement(seeds, max(1, rows), rank)
-        dense = torch.zeros(seeds.numel(), rows, rank, dtype=torch.float64)
-        return dense.scatter_(1, index.unsqueeze(1), (rows / max(1, rank)) ** 0.5)
+RowsWithReplacement = changed(DenseSketch, RowsWithoutReplacement, dense=rows_with_replacement)
 
 
 def rows_drawn(weights, scale_weights, seeds, rank):
@@ -178,14 +165,10 @@ def crs_by(probabilities):
     def dense(self, x, seeds):
         return rows_drawn(*probabilities(weights_of(x)), seeds, self.rank(x.shape[0]))
 
-    return type("DenseCRS", (DenseSketch, CRS), {"dense": dense})
+    return changed(DenseSketch, CRS, dense=dense)
 
 
 RightCRS = crs_by(lambda weights: (weights, weights))
-# 5 % of the uniform probabilities mixed into the scales, and not into the draws
-ScaledByOtherProbabilities = crs_by(lambda weights: (weights, 0.95 * weights + 0.05 * weights.mean()))
-# unbiased, but not the probabilities of which the closed form speaks
-SquaredNorms = crs_by(lambda weights: (weights.square(), weights.square()))
 
 
 # Wrappers and what is kept.
@@ -201,21 +184,14 @@ class OneRowScaled(DenseSketch):
         return dense
 
 
-# unbiased, and noisier than it needs to be
-ONLY_INPUT_CENTRED = changed(Centered, grad_weight=lambda self, g, saved, mean: Centered.grad_weight(self, g, saved))
+def with_zero_mean(self, g, saved, **options):
+    *tensors, mean = saved.tensors
+    return Centered.backward(self, g, SavedSketch(saved.seed, (*tensors, torch.zeros_like(mean))), **options)
 
 
-class MeanForgotten(Centered):
-    def backward(self, g, saved, *, need_bias=True, dtype=None):
-        *tensors, mean = saved.tensors
-        saved = SavedSketch(saved.seed, (*tensors, torch.zeros_like(mean)))
-        return super().backward(g, saved, need_bias=need_bias, dtype=dtype)
-
-
-class HidesInput(Hadamard):
-    def compress(self, x, seed, *, mean=None):
-        object.__setattr__(self, "x", x)
-        return super().compress(x, seed, mean=mean)
+def hiding_the_input(self, x, seed, *, mean=None):
+    object.__setattr__(self, "x", x)
+    return Hadamard.compress(self, x, seed, mean=mean)
 
 
 class StoresLargeNumbers(Gaussian):
@@ -229,39 +205,39 @@ class StoresLargeNumbers(Gaussian):
         return super().sketch_gradient(g, saved, mean=mean) / 256
 
 
-class SumsInHalfPrecision(Gaussian):
-    def sketch_gradient(self, g, saved, *, mean=None):
-        sketched = super().sketch_gradient(g, saved, mean=mean)
-        return sketched.to(torch.bfloat16).to(sketched.dtype) if g.dtype == torch.float32 else sketched
+def summed_in_half_precision(self, g, saved, *, mean=None):
+    sketched = Gaussian.sketch_gradient(self, g, saved, mean=mean)
+    return sketched.to(torch.bfloat16).to(sketched.dtype) if g.dtype == torch.float32 else sketched
 
 
-class AssumesContiguous(Hadamard):
-    def compress(self, x, seed, *, mean=None):
-        rows, features = x.shape
-        if x.is_contiguous() or x.stride(0) < features:
-            return super().compress(x, seed, mean=mean)
-        return super().compress(x.as_strided((rows, features), (features, 1)), seed, mean=mean)
+def without_strides(self, x, seed, *, mean=None):
+    rows, features = x.shape
+    is_right = x.is_contiguous() or x.stride(0) < features
+    return Hadamard.compress(self, x if is_right else x.as_strided((rows, features), (features, 1)), seed, mean=mean)
 
 
-def dense_as(base, dense):
+def dense_as(dense):
     """A Hadamard sketch whose `dense` is a function of the right one's and of the seeds."""
-    return changed(base, dense=lambda self, x, seeds: dense(lambda seeds: base.dense(self, x, seeds), seeds))
+    right = DenseHadamard.dense
+    return changed(DenseHadamard, dense=lambda self, x, seeds: dense(lambda seeds: right(self, x, seeds), seeds))
 
 
-def compressed_as(base, compress):
-    """A sketch whose `compress` is a function of the right one's and of x."""
-    return changed(
-        base, compress=lambda self, x, seed, mean=None: compress(lambda x: base.compress(self, x, seed, mean=mean), x)
-    )
+def compressed_as(compress):
+    """A Hadamard sketch whose `compress` is a function of the right one's and of x."""
+
+    def compressed(self, x, seed, *, mean=None):
+        return compress(lambda x: Hadamard.compress(self, x, seed, mean=mean), x)
+
+    return changed(Hadamard, compress=compressed)
 
 
-def with_tensors(saved, *tensors):
-    return SavedSketch(saved.seed, tensors)
+def saved_with(tensor, saved):
+    return SavedSketch(saved.seed, (*saved.tensors, tensor))
 
 
 def divided_by_the_largest(compress, x):
     saved, largest = compress(x), x.abs().amax() if x.numel() else 1
-    return with_tensors(saved, saved.tensors[0] / largest * largest)
+    return SavedSketch(saved.seed, (saved.tensors[0] / largest * largest,))
 
 
 def bias_rounded(self, g, saved, *, need_bias=True, dtype=None):
@@ -273,72 +249,77 @@ def with_another_seed(self, x, seed, *, mean=None):
     return DenseHadamard.compress(self, x, torch.randint(1 << 62, (), dtype=torch.int64), mean=mean)
 
 
+def around_hadamard(**methods):
+    """Centring with other methods."""
+    return lambda ratio: changed(Centered, **methods)(Hadamard(ratio=ratio))
+
+
 def contract_of(make, **knobs):
     """A contract for the sketch that `make(ratio=...)` returns."""
     return type("Contract", (SketchContract,), {"make": lambda self, ratio: make(ratio=ratio), **knobs})
 
 
-ROWS = {"reads_every_row": False, "identity_draws": 240_000, "gradient_draws": 18_000}
 BY_NORM = {"identity_draws": 360_000}
+# name -> knobs of the contract
+KNOBS = {
+    "rows with replacement": {"reads_every_row": False, "identity_draws": 240_000, "gradient_draws": 18_000},
+    "scaled by other probabilities": BY_NORM,
+    "squared norms": {"identity_draws": 480_000},
+}
 # Without signs the gradient is so noisy that the check of its bias asks for more draws.
 MORE_DRAWS = {"no signs": {"gradient_draws": 150_000}}
 
-# name -> sketch, knobs of the contract, checks that have to fail; the first one is the right one, the others follow
+# name -> sketch, checks that have to fail; the first one is the right one, the others follow
 MUTANTS = {
-    "fixed columns": (FixedColumns, {}, [VARIANCE]),
-    "columns with replacement": (ColumnsWithReplacement, {}, [VARIANCE, EXACT]),
-    "no signs": (NoSigns, {}, [VARIANCE]),
-    "signs shared by blocks": (SignsSharedByBlocks, {}, [VARIANCE]),
-    "contiguous blocks, closed form of strided ones": (ContiguousBlocks, {}, [VARIANCE]),
-    "one seed": (
-        dense_as(DenseHadamard, lambda dense, seeds: dense(torch.zeros_like(seeds))),
-        {},
-        [OTHER_SEED, IDENTITY, UNBIASED, VARIANCE],
+    "fixed columns": (changed(DenseHadamard, columns=first_columns), VARIANCE),
+    "columns with replacement": (
+        changed(DenseHadamard, columns=staticmethod(choose_with_replacement)),
+        *(VARIANCE, EXACT),
     ),
-    "32 bits of the seed": (dense_as(DenseHadamard, lambda dense, seeds: dense(seeds & 0xFFFFFFFF)), {}, [OTHER_SEED]),
+    "no signs": (changed(DenseHadamard, signs=lambda self, *args: DenseHadamard.signs(self, *args).abs()), VARIANCE),
+    "signs shared by blocks": (changed(DenseHadamard, signs=signs_of_places), VARIANCE),
+    "contiguous blocks, closed form of strided ones": (ContiguousBlocks, VARIANCE),
+    "one seed": (
+        dense_as(lambda dense, seeds: dense(torch.zeros_like(seeds))),
+        *(OTHER_SEED, IDENTITY, UNBIASED, VARIANCE),
+    ),
+    "32 bits of the seed": (dense_as(lambda dense, seeds: dense(seeds & 0xFFFFFFFF)), OTHER_SEED),
     "default generator": (
         changed(DenseHadamard, compress=with_another_seed),
-        {},
-        [PRODUCT, LAYER, STRIDES, MAGNITUDES, BIAS],
+        *(PRODUCT, LAYER, STRIDES, MAGNITUDES, BIAS),
     ),
     "scale wrong by half a percent": (
-        dense_as(DenseHadamard, lambda dense, seeds: dense(seeds) * 1.005),
-        {},
-        [UNBIASED, IDENTITY, VARIANCE, EXACT],
+        dense_as(lambda dense, seeds: dense(seeds) * 1.005),
+        *(UNBIASED, IDENTITY, VARIANCE, EXACT),
     ),
-    "the paper's closed form": (changed(Gaussian, variance=papers_closed_form), {}, [VARIANCE]),
-    "with replacement in place of without": (WrongReplacement, ROWS, [VARIANCE, EXACT]),
-    "scaled by other probabilities": (ScaledByOtherProbabilities, BY_NORM, [IDENTITY]),
-    "squared norms": (SquaredNorms, {"identity_draws": 480_000}, [VARIANCE]),
-    "only the input centred": (lambda ratio: ONLY_INPUT_CENTRED(Hadamard(ratio=ratio)), {}, [PRODUCT, MAGNITUDES]),
-    "mean forgotten": (lambda ratio: MeanForgotten(Hadamard(ratio=ratio)), {}, [PRODUCT, MAGNITUDES, EXACT]),
-    "input among the saved": (
-        compressed_as(Hadamard, lambda compress, x: with_tensors(compress(x), *compress(x).tensors, x[:0])),
-        {},
-        [BYTES],
+    "the paper's closed form": (changed(Gaussian, variance=papers_closed_form), VARIANCE),
+    "rows with replacement": (RowsWithReplacement, VARIANCE, EXACT),
+    # 5 % of the uniform probabilities mixed into the scales, and not into the draws
+    "scaled by other probabilities": (crs_by(lambda w: (w, 0.95 * w + 0.05 * w.mean())), IDENTITY),
+    # unbiased, but not the probabilities of which the closed form speaks
+    "squared norms": (crs_by(lambda w: (w.square(), w.square())), VARIANCE),
+    "only the input centred": (
+        around_hadamard(grad_weight=lambda self, g, saved, mean: Centered.grad_weight(self, g, saved)),
+        *(PRODUCT, MAGNITUDES),
     ),
-    "input on the sketch": (HidesInput, {}, [BYTES]),
-    "seed not counted": (
-        changed(Hadamard, saved_bytes=lambda self, *args: Hadamard.saved_bytes(self, *args) - 8),
-        {},
-        [BYTES],
-    ),
+    "mean forgotten": (around_hadamard(backward=with_zero_mean), PRODUCT, MAGNITUDES, EXACT),
+    "input among the saved": (compressed_as(lambda compress, x: saved_with(x[:0], compress(x))), BYTES),
+    "input on the sketch": (changed(Hadamard, compress=hiding_the_input), BYTES),
+    "seed not counted": (changed(Hadamard, saved_bytes=lambda self, *a: Hadamard.saved_bytes(self, *a) - 8), BYTES),
     "claims to be exact": (
         changed(Hadamard, variance=lambda self, x, g: (self.ratio < 1) * Hadamard.variance(self, x, g)),
-        {},
-        [EXACT],
+        EXACT,
     ),
     "too many rows kept": (
         changed(Gaussian, rank=lambda self, rows: min(rows, Gaussian.rank(self, rows) + rows // 64)),
-        {},
-        [KEPT_ROWS],
+        KEPT_ROWS,
     ),
-    "overflow in float16": (StoresLargeNumbers, {}, [MAGNITUDES]),
-    "sums in bfloat16": (SumsInHalfPrecision, {}, [MAGNITUDES]),
-    "divided by the largest": (compressed_as(Hadamard, divided_by_the_largest), {}, [ZEROS]),
-    "nan_to_num": (compressed_as(Hadamard, lambda compress, x: compress(x.nan_to_num(posinf=0.0))), {}, [NON_FINITE]),
-    "strides ignored": (AssumesContiguous, {}, [STRIDES]),
-    "bias gradient rounded": (changed(Hadamard, backward=bias_rounded), {}, [BIAS, LAYER]),
+    "overflow in float16": (StoresLargeNumbers, MAGNITUDES),
+    "sums in bfloat16": (changed(Gaussian, sketch_gradient=summed_in_half_precision), MAGNITUDES),
+    "divided by the largest": (compressed_as(divided_by_the_largest), ZEROS),
+    "nan_to_num": (compressed_as(lambda compress, x: compress(x.nan_to_num(posinf=0.0))), NON_FINITE),
+    "strides ignored": (changed(Hadamard, compress=without_strides), STRIDES),
+    "bias gradient rounded": (changed(Hadamard, backward=bias_rounded), BIAS, LAYER),
 }
 SCALED_ROW_KNOBS = {"crs": BY_NORM, "wta_crs": BY_NORM}
 # Sketches from definitions of their own, without a mistake. What fails of contiguous blocks is their closed form alone.
@@ -363,9 +344,9 @@ def failing(contract, checks):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_right_check_catches_the_mutant(name):
     """Deterministic, or seen at 5 standard errors beyond the bound: see the contract for the power of each check."""
-    make, knobs, expected = MUTANTS[name]
+    make, expected, *_ = MUTANTS[name]
     with pytest.raises(AssertionError):
-        getattr(contract_of(make, **knobs)(), expected[0])()
+        getattr(contract_of(make, **KNOBS.get(name, {}))(), expected)()
 
 
 # Fixed and random diagonals of S S^T: to the check the other sketches are like these.
@@ -378,13 +359,13 @@ ONE_OF_EACH_KIND = ("hadamard", "gaussian", "rows_without_replacement")
 )
 def test_one_row_scaled_by_a_percent_is_caught(name):
     """Whichever the sketch; with a probability of at least 0.99 each by the contract's own bound on its errors."""
-    contract = contract_of(type(name, (OneRowScaled, SKETCHES[name]), {}), **SCALED_ROW_KNOBS.get(name, {}))
+    contract = contract_of(changed(OneRowScaled, SKETCHES[name]), **SCALED_ROW_KNOBS.get(name, {}))
     with pytest.raises(AssertionError, match="S S"):
         getattr(contract(), IDENTITY)()
 
 
 def test_every_check_of_the_contract_catches_some_mutant():
-    assert {check for _, _, expected in MUTANTS.values() for check in expected} == set(CHECKS)
+    assert {check for _, *expected in MUTANTS.values() for check in expected} == set(CHECKS)
 
 
 @pytest.mark.slow
@@ -392,8 +373,8 @@ def test_every_check_of_the_contract_catches_some_mutant():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_no_other_check_fails(name):
     """False-alarm rate at most 1.2e-5 a mutant, see the contract."""
-    make, knobs, expected = MUTANTS[name]
-    contract = contract_of(make, **knobs, **MORE_DRAWS.get(name, {}))
+    make, *expected = MUTANTS[name]
+    contract = contract_of(make, **KNOBS.get(name, {}), **MORE_DRAWS.get(name, {}))
     assert failing(contract, CHECKS) == set(expected)
 
 
