@@ -13,18 +13,22 @@ def _tensors(model: nn.Module) -> dict[str, Tensor | None]:
     return parameters | gradients | dict(model.named_buffers(remove_duplicate=False))
 
 
+def _state(model: nn.Module) -> list[tuple[bool, int, int]]:
+    modules = model.modules()
+    return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in modules]
+
+
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Assert that a model has its tensors and gradients, with their contents, and its modes, and torch its draws."""
-    before, modes, state = _tensors(model), [module.training for module in model.modules()], torch.get_rng_state()
+    """Assert that a model has its tensors and gradients, with their contents, its modes and hooks; torch its draws."""
+    before, state, draws = _tensors(model), _state(model), torch.get_rng_state()
     contents = {name: tensor.clone() for name, tensor in before.items() if tensor is not None}
     yield
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert _state(model) == state
     after = _tensors(model)
     assert after.keys() == before.keys()
     for name, tensor in after.items():
         assert tensor is before[name], name
         if tensor is not None:
             torch.testing.assert_close(tensor, contents[name], rtol=0, atol=0, equal_nan=True)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -71,10 +71,13 @@ def test_a_callback_that_is_added_late_converts_when_training_begins(tmp_path):
     assert len(trainer_rows(trainer)) == 5
 
 
-def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
+def test_every_reporter_gets_every_log_whatever_its_place_and_other_logs_are_as_without_the_callback(tmp_path):
     # a trainer takes two callbacks of one class for a mistake
     early, late = (type(name, (Reporter,), {})() for name in ("Early", "Late"))
     callback = RMMCallback(ratio=0.1)
+    plain = make_trainer(tmp_path)
+    convert_linears(plain.model, 0.1)
+    plain.train()
     trainer = make_trainer(tmp_path, early, callback, late)
     trainer.train()
     # four steps, and the summary of the run
@@ -86,14 +89,6 @@ def test_every_reporter_gets_every_log_whatever_its_place(tmp_path):
     assert values["rmm/exact_mib"] == callback.exact_bytes / 2**20
     assert 0 < values["rmm/kept_mib"] < values["rmm/exact_mib"]
     assert values["rmm/freed"] == 1 - callback.kept_bytes / callback.exact_bytes
-
-
-def test_other_logs_are_as_without_the_callback(tmp_path):
-    plain = make_trainer(tmp_path)
-    convert_linears(plain.model, 0.1)
-    plain.train()
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
-    trainer.train()
     found, expected = (
         [
             {name: row[name] for name in row if "per_second" not in name and "runtime" not in name}
