@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from as_it_was import as_it_was
-from model_of import ModelOf
+from model_of import ModelOf, linears
 from planned_models import assert_same_step, planned, planned_and_plain, planned_runs
 from torch import nn
 
@@ -30,59 +30,50 @@ def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
         assert_same_step(model, reference, x)
 
 
-class Exchanges(nn.Linear):
-    def forward(self, x):
-        self.weight = nn.Parameter(self.weight.detach() * 2)
-        return super().forward(x).sum()
+def of_layer(run):
+    return ModelOf(run, **linears("layer", 8))
 
 
-class Registers(nn.Linear):
-    def forward(self, x):
-        self.register_buffer("seen", x.detach().mean())
-        self.scale = nn.Parameter(torch.ones(8))
-        return (super().forward(x) * self.scale).sum()
+def exchanges(it, x):
+    it.layer.weight = nn.Parameter(it.layer.weight.detach() * 2)
+    return it.layer(x).sum()
 
 
-class Interrupted(nn.Linear):
-    def forward(self, x):
-        self.weight.data.mul_(2)
-        raise KeyboardInterrupt
+def registers(it, x):
+    it.register_buffer("seen", x.detach().mean())
+    it.scale = nn.Parameter(torch.ones(8))
+    return (it.layer(x) * it.scale).sum()
 
 
-class LooksForLabels(nn.Linear):
+def is_interrupted(it, x):
+    it.layer.weight.data.mul_(2)
+    raise KeyboardInterrupt
+
+
+def looks_for_labels(it, x):
     """The loss of the labelled rows, if there are any."""
-
-    def forward(self, x):
-        rows = (x[:, 0] >= 0).nonzero()
-        if not rows.size(0):
-            return super().forward(x).sum() * 0
-        return super().forward(x).sum() / rows.size(0)
+    rows = (x[:, 0] >= 0).nonzero()
+    if not rows.size(0):
+        return it.layer(x).sum() * 0
+    return it.layer(x).sum() / rows.size(0)
 
 
-class ChoosesRows(nn.Linear):
-    def forward(self, x):
-        x = super().forward(x)
-        return x[x[:, 0] > 0].sum()
-
-
-class Reads(nn.Linear):
-    state, read = None, None
-
-    def forward(self, x):
-        return (super().forward(x) * self.read(self.state)).sum()
+def chooses_rows(it, x):
+    x = it.layer(x)
+    return x[x[:, 0] > 0].sum()
 
 
 def reads(state, read):
-    return type("Reads", (Reads,), {"state": state, "read": staticmethod(read)})
+    return lambda it, x: (it.layer(x) * read(state)).sum()
 
 
 THIS_LINE = r"test_capture\.py:\d+: (reads\(|return)"
 REFUSED = {
-    Exchanges: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.weight = nn.Parameter",
-    Registers: r"nn.Parameter.*\n  at .*test_capture.py:\d+: self.scale = nn.Parameter",
-    Interrupted: r"\n  at .*test_capture.py:\d+: raise KeyboardInterrupt",
-    LooksForLabels: r"data-dependent.*\n  at .*if not rows.size\(0\):",
-    ChoosesRows: r"contents of a tensor at .*test_capture.py:\d+: return x\[x\[:, 0\] > 0\].sum\(\)",
+    exchanges: r"nn.Parameter.*\n  at .*test_capture.py:\d+: it.layer.weight = nn.Parameter",
+    registers: r"nn.Parameter.*\n  at .*test_capture.py:\d+: it.scale = nn.Parameter",
+    is_interrupted: r"\n  at .*test_capture.py:\d+: raise KeyboardInterrupt",
+    looks_for_labels: r"data-dependent.*\n  at .*if not rows.size\(0\):",
+    chooses_rows: r"contents of a tensor at .*test_capture.py:\d+: return x\[x\[:, 0\] > 0\].sum\(\)",
     reads(torch.ones(1), lambda state: float(state)): THIS_LINE,
     reads(torch.ones(1), lambda state: 1.0 if state > 0 else 2.0): THIS_LINE,
     reads(itertools.cycle([1.0, 2.0]), lambda state: next(state)): THIS_LINE,
@@ -103,23 +94,22 @@ def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
         checkpoint_model(nn.Linear(8, 8), sample, budget="100%")
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(kind):
-    model, x = kind(8, 8), torch.randn(4, 8)
+@pytest.mark.parametrize("run", REFUSED)
+def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(run):
+    model, x = of_layer(run), torch.randn(4, 8)
     state = random.getstate()
-    with as_it_was(model), pytest.raises(CaptureError, match=f"(?s){REFUSED[kind]}.*one by one"):
+    with as_it_was(model), pytest.raises(CaptureError, match=f"(?s){REFUSED[run]}.*one by one"):
         checkpoint_model(model, x, budget="100%")
     assert model._compiled_call_impl is None
     assert random.getstate() == state
 
 
 def test_a_list_that_the_step_fills_is_filled_by_steps_alone():
-    class Collects(nn.Linear):
-        def forward(self, x):
-            self.seen["all"].append(x * 2)
-            return super().forward(x).sum()
+    def collects(it, x):
+        it.seen["all"].append(x * 2)
+        return it.layer(x).sum()
 
-    model, x = Collects(8, 8), torch.randn(4, 8)
+    model, x = of_layer(collects), torch.randn(4, 8)
     model.seen = {"all": []}
     planned(model, x)
     assert model.seen == {"all": []}
@@ -153,14 +143,13 @@ def test_a_trained_weight_that_the_step_writes_into_is_refused_with_the_way_arou
 
 
 def test_an_argument_that_is_differentiated_and_written_into_is_refused():
-    class Scales(nn.Linear):
-        def forward(self, x):
-            with torch.no_grad():
-                x.mul_(0.5)
-            return super().forward(x).sum()
+    def scales(it, x):
+        with torch.no_grad():
+            x.mul_(0.5)
+        return it.layer(x).sum()
 
     with pytest.raises(CaptureError, match="writes into an argument that is differentiated"):
-        capture(Scales(8, 8), (torch.randn(4, 8, requires_grad=True),))
+        capture(of_layer(scales), (torch.randn(4, 8, requires_grad=True),))
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
