@@ -3,6 +3,8 @@
 Nothing in the library merges the sketches there: AOTAutograd merges equal calls. These tests fail if it no longer does.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from model_of import ModelOf
@@ -27,39 +29,37 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-class Attention(Three):
-    """Query, key and value of an activation; `forward` keeps what products of them need besides."""
-
-    def project(self, x):
-        query, key, value = (layer(x) for layer in self.layers)
-        return query * key + value
-
-    def forward(self, x):
-        return self.project(torch.tanh(x))
+def project(it, x):
+    """Query, key and value, and what products of them need besides."""
+    query, key, value = (layer(x) for layer in it.layers)
+    return query * key + value
 
 
-class Checkpointed(Attention):
-    def forward(self, x):
-        return checkpoint(self.project, torch.tanh(x), use_reentrant=False)
+def attention(it, x):
+    return project(it, torch.tanh(x))
 
 
-class Changing(Attention):
+def checkpointed(it, x):
+    return checkpoint(partial(project, it), torch.tanh(x), use_reentrant=False)
+
+
+def changing(it, x):
     """The tensor is changed in place between its readers."""
-
-    def forward(self, x):
-        x = x * 1.0
-        query = self.layers[0](x)
-        # exact layers would have to keep what it was
-        x = x.mul_(-2.0) if self.training else x * -2.0
-        return query * self.layers[1](x) + self.layers[2](x)
+    x = x * 1.0
+    query = it.layers[0](x)
+    # exact layers would have to keep what it was
+    x = x.mul_(-2.0) if it.training else x * -2.0
+    return query * it.layers[1](x) + it.layers[2](x)
 
 
-class OfNothing(Attention):
+def of_nothing(it, x):
     """The input is made by the model itself."""
+    steps = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
+    return project(it, (steps * 0.37).sin()) * x.mean()
 
-    def forward(self, x):
-        steps = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
-        return self.project((steps * 0.37).sin()) * x.mean()
+
+def model_of(run, *configs):
+    return ModelOf(run, layers=Three(*configs).layers)
 
 
 def kept_bytes(model, backend, budget=1.0, shape=(ROWS, WIDTH)):
@@ -76,18 +76,14 @@ def kept_bytes(model, backend, budget=1.0, shape=(ROWS, WIDTH)):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_sketch_is_kept_and_one_seed(backend):
     # x is a graph's input that nothing else keeps
-    class Projections(Attention):
-        def forward(self, x):
-            return self.project(x)
-
-    query_and_key = 2 * ROWS * WIDTH * 4
+    projections, query_and_key = partial(model_of, project), 2 * ROWS * WIDTH * 4
     one = CONFIG.saved_bytes(ROWS, WIDTH, torch.float32)
-    assert kept_bytes(Projections(CONFIG), backend) == query_and_key + one
-    assert kept_bytes(Projections(CONFIG.replace(share_sketch=False)), backend) == query_and_key + 3 * one
+    assert kept_bytes(projections(CONFIG), backend) == query_and_key + one
+    assert kept_bytes(projections(CONFIG.replace(share_sketch=False)), backend) == query_and_key + 3 * one
     # another sketch of the same seed
     other = CONFIG.replace(ratio=0.5)
     half = other.saved_bytes(ROWS, WIDTH, torch.float32)
-    assert kept_bytes(Projections(CONFIG, CONFIG, other), backend) == query_and_key + one + half - 8
+    assert kept_bytes(projections(CONFIG, CONFIG, other), backend) == query_and_key + one + half - 8
 
 
 @pytest.mark.slow
@@ -110,7 +106,7 @@ def test_a_roberta_layer_keeps_what_it_keeps_in_eager_mode(backend, ratio):
 
 def test_one_frame_over_steps_and_two_over_lengths():
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(Attention(CONFIG), backend=counter, fullgraph=True)
+    compiled = torch.compile(model_of(attention, CONFIG), backend=counter, fullgraph=True)
     for length in (256, 256, 130, 140, 200, 150):
         compiled(torch.randn(length, WIDTH)).sum().backward()
     assert counter.frame_count <= 2
@@ -119,11 +115,11 @@ def test_one_frame_over_steps_and_two_over_lengths():
 @pytest.mark.montecarlo
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("kind", [Attention, Checkpointed, Changing, OfNothing])
+@pytest.mark.parametrize("run", [attention, checkpointed, changing, of_nothing])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_unbiased(backend, kind, budget, share):
+def test_gradients_are_unbiased(backend, run, budget, share):
     # A seed drawn anew in the backward pass has the slope 0. 300 draws see 8 % at 6 standard errors; false alarms 3e-6.
-    model = kind(RMMConfig(ratio=0.6, share_sketch=share))
+    model = model_of(run, RMMConfig(ratio=0.6, share_sketch=share))
     x, weighting = torch.randn(ROWS, WIDTH) + 0.5, torch.randn(ROWS, WIDTH) + 0.3
 
     def gradients(run):
@@ -145,11 +141,11 @@ def test_gradients_are_unbiased(backend, kind, budget, share):
 
 @pytest.mark.parametrize("share", [True, False])
 def test_copies_of_one_tensor_count_as_that_tensor_unless_nothing_is_shared(share):
-    class OfCopies(Attention):
-        def project(self, x):
-            return torch.cat([layer(x.clone()) for layer in self.layers], 1)
+    def of_copies(it, x):
+        x = torch.tanh(x)
+        return torch.cat([layer(x.clone()) for layer in it.layers], 1)
 
-    model = OfCopies(CONFIG.replace(share_sketch=share))
+    model = model_of(of_copies, CONFIG.replace(share_sketch=share))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, g = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     compiled(x).backward(torch.cat([g] * 3, 1))
@@ -161,18 +157,14 @@ def test_copies_of_one_tensor_count_as_that_tensor_unless_nothing_is_shared(shar
 
 def test_two_calls_with_one_tensor_draw_twice():
     """Their exact gradients cancel; with one S for both the estimates would cancel as well."""
-
-    class Difference(Attention):
-        def forward(self, x):
-            return self.layers[0](x) - self.layers[0](x)
-
-    model, x = Difference(CONFIG.replace(share_sketch=False)), torch.randn(ROWS, WIDTH)
+    model = model_of(lambda it, x: it.layers[0](x) - it.layers[0](x), CONFIG.replace(share_sketch=False))
+    x = torch.randn(ROWS, WIDTH)
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).backward(torch.randn(ROWS, WIDTH))
     assert model.layers[0].weight.grad.norm() > 1
 
 
 def test_two_forwards_before_a_backward_have_two_sketches():
-    model = Attention(CONFIG)
+    model = model_of(attention, CONFIG)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, found = torch.randn(ROWS, WIDTH), []
     outputs = [compiled(x) for _ in range(2)]
@@ -186,13 +178,13 @@ def test_two_forwards_before_a_backward_have_two_sketches():
 @pytest.mark.parametrize("budget", [pytest.param(0.7, marks=pytest.mark.grid), 0.5])
 def test_sketches_and_a_memory_budget_add_up(budget):
     def run(it, x):
-        x = x + it.attention.project(it.norm(x))
+        x = x + it.attention(it.norm(x))
         return x + it.down(nn.functional.gelu(it.up(x)))
 
     def block(config):
         layers = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
         parts = {name: RMMLinear(*sizes, config=config) for name, sizes in layers.items()}
-        return ModelOf(run, attention=Attention(config), norm=nn.LayerNorm(WIDTH), **parts)
+        return ModelOf(run, attention=model_of(project, config), norm=nn.LayerNorm(WIDTH), **parts)
 
     def kept(ratio):
         blocks = (block(CONFIG.replace(ratio=ratio)) for _ in range(2))
