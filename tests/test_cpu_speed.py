@@ -2,22 +2,20 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from rmm_linear import RMMConfig
 from rmm_linear.functional import linear
 
 
-def profiled_calls(config, rows=512, features=128, outputs=128):
-    """Calls that torch's profiler sees in a forward and a backward pass, those of F.linear without a configuration."""
-    x, g = torch.randn(rows, features, requires_grad=True), torch.randn(rows, outputs)
-    weight = torch.randn(outputs, features, requires_grad=True)
-    bias = torch.randn(outputs, requires_grad=True)
+def profiled_calls(config):
+    """Calls that torch's profiler sees in a forward and a backward pass."""
+    g, shapes = torch.randn(512, 128), ((512, 128), (128, 128), (128,))
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
 
     def step():
-        x.grad = weight.grad = bias.grad = None
-        output = F.linear(x, weight, bias) if config is None else linear(x, weight, bias, config=config)
-        output.backward(g)
+        for leaf in leaves:
+            leaf.grad = None
+        linear(*leaves, config=config).backward(g)
 
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -28,7 +28,7 @@ def right_padded(lengths=LENGTHS, length=40):
     return (torch.arange(length) < lengths.unsqueeze(1)).long()
 
 
-def layer_pair(mask, config=SKIP):
+def layer_pair(mask):
     """x, weight, bias and a gradient of the output that is zero where the mask is."""
     torch.manual_seed(0)
     x = torch.randn(*mask.shape, 16) + 1

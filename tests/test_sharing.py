@@ -37,8 +37,8 @@ class Three(nn.Module):
         return sum(layer(x) for layer in self.layers)
 
 
-def one(config=CONFIG, dtype=torch.float32, sequences=0):
-    return config.saved_bytes(ROWS, WIDTH, dtype, sequences=sequences)
+def one(config=CONFIG, dtype=torch.float32):
+    return config.saved_bytes(ROWS, WIDTH, dtype)
 
 
 @pytest.mark.parametrize("storage", [None, "int4"])
@@ -355,10 +355,6 @@ class Adapters(nn.Module):
         self.adapted = nn.ModuleList(self.kind(config, dtype) for dtype in dtypes)
         watch_adapted_layers(self)
 
-    @property
-    def layers(self):
-        return [each.lora_A["default"] for each in self.adapted]
-
     def between(self, x):
         return x
 
@@ -371,13 +367,13 @@ class Adapters(nn.Module):
         return sum(outputs)
 
 
-def lowered(*shape):
-    return torch.randn(*(shape or (ROWS, WIDTH)), dtype=torch.bfloat16, requires_grad=True)
+def lowered():
+    return torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
 
 
-def sketches(model, x, others=ROWS * WIDTH * 2):
+def sketches(model, x):
     """Bytes of sketches: without the sine's input, which is x."""
-    return measure_kept_bytes(model, x) - others
+    return measure_kept_bytes(model, x) - x.nbytes
 
 
 def test_copies_of_one_tensor_share_a_sketch_and_a_ratio():

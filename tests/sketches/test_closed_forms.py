@@ -5,7 +5,6 @@ mean and variance are sums. Of the library only `variance` is used, and the geom
 """
 
 import math
-from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 from sketch_contract import structured_pair
 
 from rmm_linear.sketches import SKETCHES, Centered
-
-Outcomes = Iterator[tuple[float, torch.Tensor]]
 
 
 def pair(rows):

@@ -11,9 +11,6 @@ from rmm_linear import RMMConfig, RMMLinear
 CONFIG = RMMConfig(ratio=0.3, min_rows=1)
 SEQUENCES, LENGTH, VOCABULARY = 4, 40, 64
 
-Batch = dict[str, Tensor]
-
-
 OF_TEXT = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "seed": 1}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 

@@ -28,16 +28,15 @@ CONFIGS = [
 ]
 
 
-def gradients(config, dtype, device, *, kernels, bias=True, seed=7):
+def gradients(config, dtype, device, *, kernels):
     torch.manual_seed(0)
     x = (torch.randn(3, ROWS // 3, FEATURES) + torch.randn(FEATURES)).to(device, dtype).requires_grad_()
     weight = torch.randn(OUTPUTS, FEATURES).to(device, dtype).requires_grad_()
-    offset = torch.randn(OUTPUTS).to(device, dtype).requires_grad_() if bias else None
+    offset = torch.randn(OUTPUTS).to(device, dtype).requires_grad_()
     g = (torch.randn(3, ROWS // 3, OUTPUTS) + torch.randn(OUTPUTS)).to(device, dtype)
     with rmm_linear.use_kernels(kernels):
-        output = linear(x, weight, offset, config=config.replace(min_rows=1), seed=seed)
-        wanted = [leaf for leaf in (x, weight, offset) if leaf is not None]
-        return output, *torch.autograd.grad(output, wanted, g)
+        output = linear(x, weight, offset, config=config.replace(min_rows=1), seed=7)
+        return output, *torch.autograd.grad(output, (x, weight, offset), g)
 
 
 @pytest.mark.parametrize(
