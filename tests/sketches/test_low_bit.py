@@ -104,43 +104,21 @@ class HoldsTheInput(LowBitContract):
         return ((rows, 1.0) for rows in (0, 1, 2, 3, 13, 64, 67, 200, 257, 600))
 
 
-class TestInt2Hadamard(LowBitContract):
-    # a larger part of the variance is the rounding's
-    gradient_draws = 9_000
-
+def contract_of(name, kind, *, base=LowBitContract, is_centred=False, **knobs):
     def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), "int2", draws=self.draws)
+        sketch = LowBit(None, kind) if base is HoldsTheInput else LowBit(Hadamard(ratio=ratio), kind, draws=self.draws)
+        return Centered(sketch) if is_centred else sketch
+
+    return type(name, (base,), {"make": make, "seed": int(is_centred), "__module__": __name__, **knobs})
 
 
-def contract_of(kind):
-    def make(self, ratio):
-        return LowBit(Hadamard(ratio=ratio), kind, draws=self.draws)
-
-    name = f"Test{kind.capitalize()}Hadamard"
-    return pytest.mark.slow(type(name, (LowBitContract,), {"make": make, "__module__": __name__}))
-
-
-TestInt8Hadamard, TestInt4Hadamard = map(contract_of, ("int8", "int4"))
-
-
-class TestCenteredInt4Hadamard(LowBitContract):
-    seed = 1
-    gradient_draws = 6_000
-
-    def make(self, ratio):
-        return Centered(LowBit(Hadamard(ratio=ratio), "int4", draws=self.draws))
-
-
-class TestInt4Input(HoldsTheInput):
-    def make(self, ratio):
-        return LowBit(None, "int4")
-
-
-class TestCenteredInt4Input(HoldsTheInput):
-    seed = 1
-
-    def make(self, ratio):
-        return Centered(LowBit(None, "int4"))
+TestInt8Hadamard = pytest.mark.slow(contract_of("TestInt8Hadamard", "int8"))
+TestInt4Hadamard = pytest.mark.slow(contract_of("TestInt4Hadamard", "int4"))
+# a larger part of the variance is the rounding's
+TestInt2Hadamard = contract_of("TestInt2Hadamard", "int2", gradient_draws=9_000)
+TestCenteredInt4Hadamard = contract_of("TestCenteredInt4Hadamard", "int4", is_centred=True, gradient_draws=6_000)
+TestInt4Input = contract_of("TestInt4Input", "int4", base=HoldsTheInput)
+TestCenteredInt4Input = contract_of("TestCenteredInt4Input", "int4", base=HoldsTheInput, is_centred=True)
 
 
 CONFIGS = [
