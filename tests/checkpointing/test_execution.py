@@ -212,9 +212,15 @@ def runner_of(captured, schedule):
     return Runner(captured, program_of(captured, schedule), again=pytest.fail, on_other_gradient=pytest.fail)
 
 
-def inputs_of(captured, model, x):
-    tensors = {**dict(model.named_parameters()), "[0]": x}
-    return [tensors[name] for name in captured.names]
+def peak_of(runner, captured, model, x):
+    """The peak of a forward and a backward pass, whose gradients are the model's."""
+    tensors, one = {**dict(model.named_parameters()), "[0]": x}, torch.ones(())
+    model.zero_grad()
+    torch.manual_seed(1)
+    with MeasuredPeak() as measured:
+        (loss,) = runner([tensors[name] for name in captured.names])
+        loss.backward(one)
+    return measured.peak
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +237,7 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, ch
     # its best plan until then
     monkeypatch.setattr(jain2020_checkmate.Checkmate, "time_limit_s", 0.5)
     monkeypatch.setattr(moccasin2023_cp.Moccasin, "time_limit_s", 0.2)
-    (model, x, captured), one = chain, torch.ones(())
+    model, x, captured = chain
     reference = copy.deepcopy(model)
     reference.zero_grad()
     torch.manual_seed(1)
@@ -241,14 +247,8 @@ def test_what_every_strategy_proposes_runs_as_promised(strategy, monkeypatch, ch
     assert len(frontier) > (strategy != "steiner2022_olla")
     for proposal in frontier:
         runner = runner_of(captured, Schedule.from_order(captured.graph, proposal.order))
-        model.zero_grad()
-        torch.manual_seed(1)
-        with MeasuredPeak() as measured:
-            (loss,) = runner(inputs_of(captured, model, x))
-            loss.backward(one)
-        assert measured.peak == proposal.peak_bytes
+        assert peak_of(runner, captured, model, x) == proposal.peak_bytes
         assert_same_gradients(model, reference)
-        del loss
 
 
 def test_memory_goes_with_the_loss_and_needs_no_collector():
@@ -340,7 +340,7 @@ def test_views_are_made_once_a_pass_and_go_with_their_storages():
     captured = capture(model, (x,))
     count = captured.graph.forward_count
     segments = [list(range(first, min(first + count // 5, count))) for first in range(0, count, count // 5)]
-    one, reference = torch.ones(()), copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     reference(x).backward()
     for order in (range(len(captured.graph.ops)), order_of_segments(captured.graph, segments)):
         schedule = Schedule.from_order(captured.graph, order)
@@ -348,16 +348,11 @@ def test_views_are_made_once_a_pass_and_go_with_their_storages():
         for name, value in list(runner.program.forward.__globals__.items()):
             if isinstance(value, torch._ops.OpOverload):
                 runner.program.forward.__globals__[name] = counting(value, calls)
-        model.zero_grad()
-        with MeasuredPeak() as measured:
-            (loss,) = runner(inputs_of(captured, model, x))
-            loss.backward(one)
-        assert measured.peak == simulate(captured.graph, schedule).peak_bytes
+        assert peak_of(runner, captured, model, x) == simulate(captured.graph, schedule).peak_bytes
         assert_same_gradients(model, reference)
         # 10 parts in one call, forward and, where the order recomputes, backward
         assert calls[torch.ops.aten.unbind.int] <= 2
         assert calls[torch.ops.aten.split.Tensor] <= 2 * 10
-        del loss
 
 
 def counting(op, calls):

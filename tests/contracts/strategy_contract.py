@@ -20,7 +20,7 @@ This is the half that needs no torch; that a schedule computes bit-identical gra
 The module needs pytest only to collect the subclasses.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import ClassVar
@@ -183,29 +183,20 @@ class StrategyContract:
 
     def test_budget_is_respected(self) -> None:
         """No plan's simulated peak exceeds its budget, at budgets on, below and above where plans change."""
-        for name, graph in self._graphs():
-            for budget in self._budgets(graph):
-                schedule = self._plan(graph, budget)
-                if schedule is None:
-                    continue
-                peak = _taken(name, graph, schedule).peak_bytes
-                assert peak <= budget, f"{name}: a plan for {budget} bytes takes {peak}"
+        for name, graph, budget, schedule in self._schedules(self._graphs()):
+            peak = _taken(name, graph, schedule).peak_bytes
+            assert peak <= budget, f"{name}: a plan for {budget} bytes takes {peak}"
 
     # Step 2: compared with all orders there are.
 
     def test_never_better_than_brute_force(self) -> None:
         """No plan is cheaper than the cheapest order within its peak, and none leaner than the leanest."""
-        for name, graph in tiny_graphs():
-            least = _least_peak(graph)
-            for budget in self._budgets(graph):
-                schedule = self._plan(graph, budget)
-                if schedule is None:
-                    continue
-                taken = _taken(name, graph, schedule)
-                assert taken.peak_bytes >= least, f"{name}: {taken.peak_bytes} bytes, and {least} are the least"
-                best = _cheapest(graph, taken.peak_bytes)
-                assert best is not None
-                assert taken.cost >= best.cost * (1 - _ROUNDING), f"{name}: {taken.cost}, and {best.cost} is the least"
+        for name, graph, _, schedule in self._schedules(tiny_graphs()):
+            taken, least = _taken(name, graph, schedule), _least_peak(graph)
+            assert taken.peak_bytes >= least, f"{name}: {taken.peak_bytes} bytes, and {least} are the least"
+            best = _cheapest(graph, taken.peak_bytes)
+            assert best is not None
+            assert taken.cost >= best.cost * (1 - _ROUNDING), f"{name}: {taken.cost}, and {best.cost} is the least"
 
     def test_optimal_where_it_claims_to_be(self) -> None:
         """A plan is as cheap as the best one, at every budget from the least feasible one on."""
@@ -293,16 +284,11 @@ class StrategyContract:
 
     def test_schedules_survive_json(self) -> None:
         """A schedule is the same after a round trip, names its strategy, and is bound to its graph."""
-        for name, graph in self._graphs():
-            peak = simulate(graph, Schedule.plain(graph)).peak_bytes
-            for budget in (peak, *self._budgets(graph)[:3]):
-                schedule = self._plan(graph, budget)
-                if schedule is None:
-                    continue
-                again = Schedule.from_json(schedule.to_json())
-                assert again == schedule, f"{name}: the schedule for {budget} bytes is another one after JSON"
-                assert again.graph == graph.fingerprint, f"{name}: the schedule is not bound to its graph"
-                assert again.strategy == self.make().name, f"{name}: the schedule does not say who made it"
+        for name, graph, budget, schedule in self._schedules(tiny_graphs()):
+            again = Schedule.from_json(schedule.to_json())
+            assert again == schedule, f"{name}: the schedule for {budget} bytes is another one after JSON"
+            assert again.graph == graph.fingerprint, f"{name}: the schedule is not bound to its graph"
+            assert again.strategy == self.make().name, f"{name}: the schedule does not say who made it"
 
     # How the checks are made.
 
@@ -310,6 +296,14 @@ class StrategyContract:
         yield from tiny_graphs()
         if not self.small:
             yield from large_graphs()
+
+    def _schedules(self, graphs: Iterable[tuple[str, Graph]]) -> Iterator[tuple[str, Graph, int, Schedule]]:
+        """Names, graphs, budgets that can be met, and plans for them."""
+        for name, graph in graphs:
+            for budget in self._budgets(graph):
+                schedule = self._plan(graph, budget)
+                if schedule is not None:
+                    yield name, graph, budget, schedule
 
     def _budgets(self, graph: Graph) -> list[int]:
         """Budgets from too small to plenty: where plans change, a byte beside, and a grid between."""
