@@ -104,15 +104,6 @@ def test_the_prediction_is_what_the_converted_model_keeps(config, autocast, requ
             assert kept_by(converted, x) == predicted
 
 
-def test_a_part_of_a_sharing_group_frees_nothing():
-    model, x = stack(1), batch()
-    report, config = profile(model, x), RMMConfig(ratio=0.1)
-    one = report.predict(config, layers=["0.attention.query"])
-    assert one > report.total_bytes
-    everything = report.predict(config)
-    assert report.total_bytes - report.own_bytes < everything < report.total_bytes
-
-
 def test_parts_in_eval_mode_and_parameters_as_inputs():
     model = ModelOf(lambda it, x: it.a(x) + it.b(x) + it.c(x * 2) + it.d(it.queries), **linears("a b c d", 8))
     model.queries = nn.Parameter(torch.randn(256, 8))

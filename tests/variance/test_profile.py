@@ -49,18 +49,6 @@ def test_options_with_a_storage_are_close_to_the_closed_forms(storage, pair):
         assert abs(option.variance - expected) < (0.1 + noise) * own
 
 
-def test_rows_left_out_are_left_out_for_those_that_say_so(pair):
-    x, g = pair
-    index = torch.arange(0, 331, 3)
-    keeps, skips = RMMConfig(ratio=0.3, min_rows=1), RMMConfig(ratio=0.3, min_rows=1, skip_padding=True)
-    kept, skipped = layer_options(x, g, [keeps, skips], index=index)
-    assert kept.variance == pytest.approx(gradient_noise(x, g, keeps).sketch_variance)
-    assert skipped.variance == pytest.approx(gradient_noise(x[index], g[index], skips).sketch_variance)
-    assert skipped.saved_bytes == skips.saved_bytes(331, 24, torch.float64, 111) < kept.saved_bytes
-    # without padding there is nothing to leave out
-    assert layer_options(x, g, [skips])[0].variance == pytest.approx(kept.variance)
-
-
 @pytest.mark.parametrize(
     ("scale", "sketch", "storage"),
     [
