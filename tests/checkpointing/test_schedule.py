@@ -135,52 +135,35 @@ def test_data_of_another_kind_is_refused(change, message):
         Schedule.from_dict({**PLAIN.to_dict(), **change})
 
 
-def marked(**marks):
+def marked(*, is_second_random=True, loss_reads=(0, 1), gradient_reads=(0, 1, 2), **marks):
     """A graph of two random ops in a row with a backward op, and the marks on its first op."""
     ops = (
         Op("first", 1.0, (), (0,), is_random=True, **marks),
-        Op("second", 1.0, (), (1,), is_random=True),
-        Op("loss", 1.0, (0, 1), (2,)),
-        Op("gradient", 1.0, (0, 1, 2), (3,), is_backward=True),
+        Op("second", 1.0, (), (1,), is_random=is_second_random),
+        Op("loss", 1.0, loss_reads, (2,)),
+        Op("gradient", 1.0, gradient_reads, (3,), is_backward=True),
     )
     return Graph(ops, tuple(Storage(str(index), 4) for index in range(4)), (2, 3), (2,))
 
 
-def test_random_ops_keep_their_order_and_none_is_left_out():
-    graph = marked()
-    validate(graph, Schedule.from_order(graph, [0, 1, 2, 0, 3]))
-    with pytest.raises(ScheduleError, match="'first' draws after 'second', and the plain program before it"):
-        validate(graph, Schedule.from_order(graph, [1, 0, 2, 3]))
-    unread = replace(
-        graph,
-        ops=(*graph.ops[:2], replace(graph.ops[2], reads=(1,)), replace(graph.ops[3], reads=(1, 2))),
-    )
-    with pytest.raises(ScheduleError, match="'first', which has an effect, is never computed"):
-        validate(unread, Schedule.from_order(unread, [1, 2, 3]))
-    in_backward = replace(
-        unread,
-        ops=(
-            unread.ops[0],
-            replace(unread.ops[1], is_random=False),
-            unread.ops[2],
-            replace(graph.ops[3], reads=(0, 2)),
-        ),
-    )
-    with pytest.raises(ScheduleError, match="'first' draws after the forward pass has ended"):
-        validate(in_backward, Schedule.from_order(in_backward, [1, 2, 0, 3]))
+UNREAD, IN_BACKWARD = ({"loss_reads": (1,), "gradient_reads": reads} for reads in ((1, 2), (0, 2)))
 
 
-def test_what_must_not_run_twice_does_not():
-    graph = marked(is_recomputable=False)
-    with pytest.raises(ScheduleError, match="'first' must not run twice"):
-        validate(graph, Schedule.from_order(graph, [0, 1, 2, 0, 3]))
-
-
-def test_backward_ops_wait_for_the_results():
-    ops = (Op("f", 1.0, (), (0,)), Op("loss", 1.0, (0,), (1,)), Op("g", 1.0, (0,), (2,), is_backward=True))
-    graph = Graph(ops, tuple(Storage(str(index), 4) for index in range(3)), (1, 2), (1,))
-    with pytest.raises(ScheduleError, match="backward op 'g' runs before 'loss'"):
-        validate(graph, Schedule.from_order(graph, [0, 2, 1]))
+@pytest.mark.parametrize(
+    ("changes", "order", "message"),
+    [
+        ({}, [1, 0, 2, 3], "'first' draws after 'second', and the plain program before it"),
+        (UNREAD, [1, 2, 3], "'first', which has an effect, is never computed"),
+        (IN_BACKWARD | {"is_second_random": False}, [1, 2, 0, 3], "'first' draws after the forward pass has ended"),
+        ({"is_recomputable": False}, [0, 1, 2, 0, 3], "'first' must not run twice"),
+        ({"gradient_reads": (0, 1)}, [0, 1, 3, 2], "backward op 'gradient' runs before 'loss'"),
+    ],
+)
+def test_random_ops_keep_their_order_and_none_is_left_out_or_runs_where_it_must_not(changes, order, message):
+    graph = marked(**changes)
+    with pytest.raises(ScheduleError, match=message):
+        validate(graph, Schedule.from_order(graph, order))
+    validate(marked(), Schedule.from_order(marked(), [0, 1, 2, 0, 3]))
 
 
 def test_json_keeps_everything():
