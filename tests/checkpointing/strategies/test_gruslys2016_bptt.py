@@ -11,7 +11,7 @@ from rmm_linear.planning.strategies.griewank2000_revolve import repetitions, rev
 from rmm_linear.planning.strategies.gruslys2016_bptt import actions, tabulated
 
 
-def exhaustive(steps, memory, kind, alpha=1, input_units=0):
+def exhaustive(steps, memory, kind, alpha):
     """Fewest forward steps by a search over what is kept after each forward step: no recursion over splits.
 
     A state of the search: the next step to reverse, the kept hidden and internal states, and where the net stands.
@@ -26,13 +26,9 @@ def exhaustive(steps, memory, kind, alpha=1, input_units=0):
         turn, hidden, internal, here = state
         if turn < 0:
             return best[state]
+        units = len(hidden) + alpha * len(internal)
         there = {0, *hidden, *(i + 1 for i in internal)}
-        following = []
-        units = len(hidden) + sum(
-            alpha + (input_units if i and i not in hidden and i - 1 not in internal else 0) for i in internal
-        )
-        for position in there - {here}:
-            following.append(((turn, hidden, internal, position), 0))
+        following = [((turn, hidden, internal, position), 0) for position in there - {here}]
         if turn in internal:
             following.append(((turn - 1, hidden, internal - {turn}, 0), 0))
         if here <= turn:
@@ -46,10 +42,8 @@ def exhaustive(steps, memory, kind, alpha=1, input_units=0):
             room = memory - (1 if kind == "hsm" else 0)
             if here and here not in hidden and kind != "ism" and units + 1 <= room:
                 following.append(((turn, hidden | {here}, internal, here), 0))
-            if kind != "hsm" and here not in internal:
-                more = alpha + (input_units if here and here not in there else 0)
-                if units + more <= room:
-                    following.append(((turn, hidden, internal | {here}, here + 1), 1))
+            if kind != "hsm" and here not in internal and units + alpha <= room:
+                following.append(((turn, hidden, internal | {here}, here + 1), 1))
         following += [((turn, hidden - {h}, internal, here), 0) for h in hidden]
         for other, cost in following:
             if best[state] + cost < best.get(other, 1 << 30):
