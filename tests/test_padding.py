@@ -260,6 +260,7 @@ BEFORE = {
     "nothing": lambda *_: None,
     "no backward": lambda model, inputs, right: model(**inputs),
     "zero gradient": lambda model, inputs, right: (model(**inputs).loss * 0).backward(),
+    "overflow": lambda model, inputs, right: (model(**inputs).loss * float("inf")).backward(),
     **{step.__name__: step for step in (evaluated, unpadded, few_rows, announced)},
 }
 

@@ -122,20 +122,25 @@ class Runner:
         for number in range(len(self.program.parts) - 1, -1, -1):
             own = (inputs[place] for place in self.program.parts[number].gradients)
             results = _Node.apply(run, number, inputs, results[0], *own)
-        return [_value(leaf, inputs, results, self.capture.results) for leaf in self.capture.returned]
+        viewed = {leaf.index for leaf in self.capture.returned if leaf.kind == "view of result"}
+        results = [_as_traced(each, self.capture.results[n]) if n in viewed else each for n, each in enumerate(results)]
+        return [_value(leaf, inputs, results) for leaf in self.capture.returned]
 
 
-def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor], nodes: Sequence[fx.Node]) -> Any:
+def _as_traced(result: Tensor, node: fx.Node) -> Tensor:
+    """Return a result in the layout of the trace, in which its views are described: Inductor may choose another one."""
+    like = node.meta["val"].stride()
+    if all(size < 2 or mine == its for size, mine, its in zip(result.shape, result.stride(), like, strict=True)):
+        return result
+    return torch.empty_strided(result.shape, like, dtype=result.dtype, device=result.device).copy_(result)
+
+
+def _value(leaf: Returned, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Any:
     if leaf.kind == "constant":
         return leaf.value
     base = (inputs if leaf.kind.endswith("input") else results)[leaf.index]
     if not leaf.kind.startswith("view"):
         return base
-    if leaf.kind == "view of result":
-        like = nodes[leaf.index].meta["val"].stride()
-        # Inductor may choose another layout than the trace's, in which the view would show other elements
-        if any(size > 1 and mine != its for size, mine, its in zip(base.shape, base.stride(), like, strict=True)):
-            base = torch.empty_strided(base.shape, like, dtype=base.dtype, device=base.device).copy_(base)
     size, stride, offset, is_differentiated = leaf.value
     if offset == 0 and sorted(zip(size, stride, strict=True)) == sorted(zip(base.shape, base.stride(), strict=True)):
         # its gradient then comes in the layout in which it would come from a transposed tensor

@@ -97,11 +97,9 @@ def is_profiled() -> bool:
     """Tell whether torch's profiler runs: there is one at a time."""
     if require(torch.autograd, "_profiler_enabled")():
         return True
-    # a profile that warms up is not enabled yet, and another one would end it; each profile counts steps by this name
-    if "ProfilerStep" not in require(torch.autograd.profiler.KinetoStepTracker, "_step_dict"):
-        return False
+    # a profile that warms up is not enabled yet, and another one would end it
     warmup = torch.profiler.ProfilerAction.WARMUP
-    profiles = (each for each in gc.get_objects() if type(each) is torch.profiler.profile)
+    profiles = (each for each in gc.get_referrers(torch.profiler.profile) if type(each) is torch.profiler.profile)
     return any(getattr(each, "current_action", None) is warmup for each in profiles)
 
 

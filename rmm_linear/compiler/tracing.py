@@ -41,6 +41,15 @@ from rmm_linear.errors import CaptureError
 
 # Prefixes of Dynamo's names of modules and parameters: the function's argument, or the method's object.
 _ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
+# Batch norms -> the place of the argument whose layout is that of the first result
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm.default: 0,
+    torch.ops.aten._native_batch_norm_legit.default: 0,
+    torch.ops.aten._native_batch_norm_legit.no_stats: 0,
+    torch.ops.aten._native_batch_norm_legit_functional.default: 0,
+    torch.ops.aten._native_batch_norm_legit_no_training.default: 0,
+    torch.ops.aten.native_batch_norm_backward.default: 1,
+}
 # Ops whose result has no contents yet.
 _NEW_MEMORY = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
 _GROUPED_MM = (
@@ -367,12 +376,16 @@ class _FakeMode(FakeTensorMode):
         is_view = isinstance(func, OpOverload) and func.is_view
         self.cache_enabled = is_view or torch.Tag.pointwise in getattr(func, "tags", ())
         found: Any = super().dispatch(func, types, args, kwargs)
-        name = str(func)
-        if "native_batch_norm" in name and isinstance(found[0], Tensor) and found[0].device.type == "cpu":
-            # a fake result has the strides of the input or the gradient; a kernel's result has no others than these
-            layout = suggest_memory_format(args["backward" in name])
-            return (torch.empty_like(found[0], memory_format=layout), *found[1:])
-        return found
+        if (
+            func not in _BATCH_NORMS
+            or not isinstance(found, tuple)
+            or found[0] is None
+            or found[0].device.type != "cpu"
+        ):
+            return found
+        # a fake result has the strides of the input or the gradient; a result of the kernel has one of two layouts
+        layout = suggest_memory_format(args[_BATCH_NORMS[func]])
+        return (torch.empty_like(found[0], memory_format=layout), *found[1:])
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -89,8 +89,8 @@ class CodedTensor:
         code_bytes: Bytes of the code.
         bias: A bound of the bias of readings; 0 if all are unbiased. For a function f of u, it is the largest value of
             (1 + u^2) |mean of the reading - f(u)| over |u| <= 40, relative to the largest |f| within +-1: a factor of f
-            in a gradient may grow as u^2. None for queries and keys: gradients of their attention are biased by some
-            5e-5 of the variance of its scores.
+            in a gradient may grow as u^2. None for queries and keys, of which no bound is known: gradients of their
+            attention are biased by half the variance of the errors of its scores.
     """
 
     name: str
@@ -157,8 +157,7 @@ class Coding:
     Attributes:
         coded: Tensors that are kept as codes.
         exact: Tensors that the backward pass reads as they are; some may be computed again there.
-        freed: Memory that need not be kept, for the backward pass reads codes in its place, or runs an attention again
-            that writes it.
+        freed: Memory that need not be kept, for the backward pass reads codes in its place.
         bending: Ops of the backward pass that are not linear in gradients with noise: the gradients behind them are
             biased.
         sketched: Inputs of linear layers of which the backward pass reads sketches.
@@ -214,7 +213,7 @@ class Coding:
         if bias:
             yield f"readings of functions are biased by {100 * bias:.1g} % of their values near 1 at most"
         if any(tensor.bias is None for tensor in self.coded):
-            yield "gradients of attention are biased by some 5e-5 of the variance of its scores"
+            yield "gradients of attention are biased by half the variance of its scores' errors; no bound is known"
         if self.bending:
             others = f"; {len(self.bending) - _MOST_NAMED} more" if len(self.bending) > _MOST_NAMED else ""
             ops = "; ".join(self.bending[:_MOST_NAMED]) + others

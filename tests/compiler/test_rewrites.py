@@ -288,7 +288,7 @@ def test_scores_of_attention_are_said_to_be_biased():
         assert sum(tensor.bias is None for tensor in plan.coding.coded) == 2
         assert plan.coding.freed_bytes == 4 * 4 * ROWS * WIDTH
         assert sorted(tensor.bits for tensor in plan.coding.coded) == [bits, bits, 8, 8]
-        assert "gradients of attention are biased by some 5e-5 of the variance of its scores" in str(plan)
+        assert "gradients of attention are biased by half the variance of its scores' errors; no bound" in str(plan)
 
 
 def test_a_gradient_beside_the_loss_is_refused_where_plans_for_it_draw_other_numbers():

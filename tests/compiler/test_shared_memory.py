@@ -135,7 +135,12 @@ def test_a_capture_leaves_a_profile_that_warms_up_as_it_is():
     model = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
     checkpoint = planned(model)
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    profile = torch.profiler.profile(activities=activities, schedule=schedule)
+    # at its end torch forgets the number of steps, also of the profile that is to come
+    with torch.profiler.profile(activities=activities):
+        pass
+    with profile:
         for _ in range(3):
             checkpoint(torch.randn(3, 7)).sum().backward()
             profile.step()

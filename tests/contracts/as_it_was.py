@@ -13,9 +13,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor | None]:
     return parameters | gradients | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _state(model: nn.Module) -> list[tuple[bool, int, int]]:
-    modules = model.modules()
-    return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in modules]
+def _state(model: nn.Module) -> list[object]:
+    names = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return [(module.training, *(list(getattr(module, name)) for name in names)) for module in model.modules()]
 
 
 @contextmanager

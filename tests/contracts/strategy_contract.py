@@ -284,7 +284,7 @@ class StrategyContract:
 
     def test_schedules_survive_json(self) -> None:
         """A schedule is the same after a round trip, names its strategy, and is bound to its graph."""
-        for name, graph, budget, schedule in self._schedules(tiny_graphs()):
+        for name, graph, budget, schedule in self._schedules(self._graphs()):
             again = Schedule.from_json(schedule.to_json())
             assert again == schedule, f"{name}: the schedule for {budget} bytes is another one after JSON"
             assert again.graph == graph.fingerprint, f"{name}: the schedule is not bound to its graph"

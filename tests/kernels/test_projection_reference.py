@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rmm_linear_kernels.philox.reference import PROJECTION_STREAM, randint4x, randn4x
+from rmm_linear_kernels.philox.reference import PROJECTION_STREAM, cell_counters, randint4x, randn4x
 from rmm_linear_kernels.projection import reference
 
 SEED = torch.tensor(-7_000_000_001)
@@ -100,3 +100,12 @@ def test_rows_and_columns_of_any_number_have_entries_of_their_own(gaussian):
     count = entries.shape[0] * (entries.shape[0] - 1) / 2
     assert abs(float(pairs.square().sum()) / count * per_counter - 1) < 0.02
     assert abs(float(pairs.sum()) / count) * per_counter**0.5 < 5 * count**-0.5
+
+
+def test_no_two_cells_have_one_counter():
+    """Of neighbouring groups and columns, at the beginning and where the sum passes 2**32."""
+    for first in (0, (1 << 32) - 40):
+        offset, other = cell_counters(first, 40, 50, stream=PROJECTION_STREAM, device=torch.device("cpu"))
+        assert offset.shape == other.shape == (2000,)
+        assert torch.unique(torch.stack((offset, other)), dim=1).shape[1] == 2000
+        assert torch.equal(offset >> 32, torch.full_like(offset, PROJECTION_STREAM))

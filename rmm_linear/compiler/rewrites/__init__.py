@@ -1,4 +1,4 @@
-"""Rewrites of a training step: the backward pass reads codes of 8 or 4 bits in the place of tensors, without bias.
+"""Rewrites of a training step: the backward pass reads codes of 8 or 4 bits in the place of tensors (docs/codes.md).
 
     casts.py         makes casts of parameters again, in place of keeping them
     step.py          finds which backward ops read which tensors

@@ -1,7 +1,7 @@
 """Codes of attention: queries, keys, values and output of the fused ops, and the probabilities of the op by op form.
 
 The gradient of a fused op is linear in the values and in the output. Queries and keys go through an exponential, which
-is read as if it was linear. They always have 8 bits: the bias is about half the variance of the errors of the scores.
+is read as if it was linear: the bias is about half the variance of the scores' errors. Their own codes have 8 bits.
 
 The gradient of a softmax, p (g - sum(p g)), reads p twice: g_i s_i^2 / 12 is added, where s_i is the step of the code.
 """
