@@ -376,12 +376,8 @@ class _FakeMode(FakeTensorMode):
         is_view = isinstance(func, OpOverload) and func.is_view
         self.cache_enabled = is_view or torch.Tag.pointwise in getattr(func, "tags", ())
         found: Any = super().dispatch(func, types, args, kwargs)
-        if (
-            func not in _BATCH_NORMS
-            or not isinstance(found, tuple)
-            or found[0] is None
-            or found[0].device.type != "cpu"
-        ):
+        is_norm = func in _BATCH_NORMS and isinstance(found, tuple) and found[0] is not None
+        if not is_norm or found[0].device.type != "cpu":
             return found
         # a fake result has the strides of the input or the gradient; a result of the kernel has one of two layouts
         layout = suggest_memory_format(args[_BATCH_NORMS[func]])
