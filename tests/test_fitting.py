@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from model_of import ModelOf
 from torch import nn
 
@@ -390,7 +390,7 @@ def test_the_model_keeps_its_state_and_no_plan_of_a_trial(batch):
         return loss
 
     model = ModelOf(averaging, model=_model(), average=torch.zeros(()))
-    with as_it_was(model):
+    with assert_unchanged(model):
         found = fit(model, batch, CODES)
     assert found.chosen.name.startswith("8 bits")
     assert [plan.schedule for plan in plans(model)] == [found.plan.schedule]

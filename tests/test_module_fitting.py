@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from model_of import ModelOf
 from tiny_transformers import tiny
 from torch import nn
@@ -111,7 +111,7 @@ def test_a_transformer_is_converted_and_checkpointed_and_stays_as_it_was(times):
     model.average.zero_()
     given = _attributes(model)
     times["int8 + 2 checkpoints"] = 1.0
-    with as_it_was(model):
+    with assert_unchanged(model):
         found = fit(model, batch, "50%", noise=0.05, executor=None)
     assert found.chosen.name == "int8 + 2 checkpoints"
     assert 0 < found.chosen.noise_ratio < 0.05

@@ -563,12 +563,12 @@ class TestHooks:
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     def test_copies_announce_their_own_masks(self, duplicate):
         model, inputs, _ = converted_bert()
-        twin = duplicate(model)
+        copied = duplicate(model)
         for name, gradient in gradients(model, inputs).items():
-            assert torch.equal(gradient, gradients(twin, inputs)[name])
-        revert_linears(twin)
-        assert not twin.bert._forward_pre_hooks
-        assert not any(hasattr(layer, "_rows_check") for layer in twin.modules())
+            assert torch.equal(gradient, gradients(copied, inputs)[name])
+        revert_linears(copied)
+        assert not copied.bert._forward_pre_hooks
+        assert not any(hasattr(layer, "_rows_check") for layer in copied.modules())
         assert model.bert._forward_pre_hooks
 
 

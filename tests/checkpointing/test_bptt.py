@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from empty_chain import run_actions
 from planned_models import assert_equal
 from torch import nn
@@ -312,7 +312,7 @@ def counting(change):
 
 def fails(cell, x, h, n):
     cell.t.add_(1)
-    raise RuntimeError("of its own")
+    raise RuntimeError("the cell fails")
 
 
 UPDATES = (
@@ -336,16 +336,16 @@ WRITES = (
     [
         *((change, ValueError, f"updates '{name}'.*Keep the value in the state") for name, change in UPDATES),
         *((change, ValueError, "writes in place into its state or its input.*make new tensors") for change in WRITES),
-        (fails, RuntimeError, "of its own"),
+        (fails, RuntimeError, "the cell fails"),
     ],
 )
 def test_a_cell_that_changes_more_than_its_state_is_refused_and_all_is_as_it_was(change, kind, message):
     cell, inputs, state = counting(change)
-    # what a batch norm counts steps in raises its version, its statistics do not
+    # the count of steps of a batch norm raises its version, the statistics do not
     cell.norm.num_batches_tracked = None
     given = (inputs, *state)
     before = [tensor.clone() for tensor in given]
     for run in (lambda: bptt_checkpoint(cell, inputs, state, slots=2), lambda: step_bytes(cell, inputs[0], state)):
-        with as_it_was(cell), pytest.raises(kind, match=message):
+        with assert_unchanged(cell), pytest.raises(kind, match=message):
             run()
         assert_equal(given, before)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from model_of import ModelOf, linears
 from planned_models import assert_same_step, planned, planned_and_plain, planned_runs
 from torch import nn
@@ -24,7 +24,7 @@ def test_a_module_under_several_names_keeps_its_weights_and_is_planned():
     layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))] * 3)
     model, x = ModelOf(repeated, layers=layers, tied=nn.Linear(8, 8)), torch.randn(4, 8)
     model.tied.weight = layers[0][0].weight
-    with as_it_was(model):
+    with assert_unchanged(model):
         model, reference = planned_and_plain(model, x)
     for _ in range(2):
         assert_same_step(model, reference, x)
@@ -98,7 +98,7 @@ def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
 def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(run):
     model, x = of_layer(run), torch.randn(4, 8)
     state = random.getstate()
-    with as_it_was(model), pytest.raises(CaptureError, match=f"(?s){REFUSED[run]}.*one by one"):
+    with assert_unchanged(model), pytest.raises(CaptureError, match=f"(?s){REFUSED[run]}.*one by one"):
         checkpoint_model(model, x, budget="100%")
     assert model._compiled_call_impl is None
     assert random.getstate() == state

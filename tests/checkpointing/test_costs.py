@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -64,7 +64,7 @@ def test_measured_times_grow_with_the_work_and_draw_nothing():
     )
     assert large > 3 * small
     ids, embedding = torch.randint(0, 50, (30,)), nn.Sequential(nn.Embedding(50, 32), nn.Dropout(0.1))
-    with as_it_was(embedding):
+    with assert_unchanged(embedding):
         capture(embedding, (ids,), costs="ms")
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from measured_peak import MeasuredPeak
 from model_of import ModelOf, linears
 from planned_models import mean_square
@@ -67,7 +67,7 @@ def test_what_eager_mode_takes_is_what_it_took(make, step, shape):
     torch.manual_seed(0)
     model, x = make(), torch.randn(shape)
     model(x)
-    with as_it_was(model):
+    with assert_unchanged(model):
         found = capture(model, (x,), step=step).eager_peak_bytes
     # the random state that a checkpoint keeps is no part of the step
     kept = torch.get_rng_state().nbytes if isinstance(model, Checkpointed) else 0

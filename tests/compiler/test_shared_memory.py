@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from model_of import ModelOf, linears
 from torch import nn
 
@@ -127,7 +127,7 @@ def test_a_graph_that_runs_several_times_in_a_step_is_told():
 def test_a_model_without_anything_to_train_stays_as_it_is():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5)).requires_grad_(False)
     x = torch.randn(8, 4)
-    with as_it_was(model), pytest.raises(NothingToTrainError, match="nothing that the step returns"):
+    with assert_unchanged(model), pytest.raises(NothingToTrainError, match="nothing that the step returns"):
         checkpoint_model(model, x, budget="90%")
 
 

@@ -288,7 +288,7 @@ class StrategyContract:
             again = Schedule.from_json(schedule.to_json())
             assert again == schedule, f"{name}: the schedule for {budget} bytes is another one after JSON"
             assert again.graph == graph.fingerprint, f"{name}: the schedule is not bound to its graph"
-            assert again.strategy == self.make().name, f"{name}: the schedule does not say who made it"
+            assert again.strategy == self.make().name, f"{name}: the schedule does not name its strategy"
 
     # How the checks are made.
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from model_of import ModelOf, linears
 from tiny_transformers import tiny
 from torch import nn
@@ -79,7 +79,7 @@ def test_the_model_is_as_it_was():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     x = torch.randn(16, 8)
     model(x).sum().backward()
-    with torch.no_grad(), as_it_was(model):
+    with torch.no_grad(), assert_unchanged(model):
         profile(model, x)
 
 

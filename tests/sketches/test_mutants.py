@@ -95,7 +95,7 @@ class DenseHadamard(DenseSketch, Hadamard):
 
 
 def changed(*bases, **methods):
-    """A class with other methods than its bases, whose own are `base.method(self, ...)`."""
+    """A class with other methods than its bases; `base.method(self, ...)` calls the method of a base."""
     return type("Changed", bases, methods)
 
 
@@ -322,7 +322,7 @@ MUTANTS = {
     "bias gradient rounded": (changed(Hadamard, backward=bias_rounded), BIAS, LAYER),
 }
 SCALED_ROW_KNOBS = {"crs": BY_NORM, "wta_crs": BY_NORM}
-# Sketches from definitions of their own, without a mistake. What fails of contiguous blocks is their closed form alone.
+# Sketches written a second time, without a mistake. Contiguous blocks differ in the closed form of their variance.
 CONTROLS = {
     "hadamard": (DenseHadamard, {}),
     "contiguous blocks": (ContiguousBlocksWithTheirClosedForm, {}),

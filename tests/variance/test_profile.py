@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from captured import captured
 from model_of import ModelOf
 from sketch_contract import structured_pair
@@ -133,7 +133,7 @@ def test_training_goes_on_as_if_nothing_had_been_done(network):
         runs_of(network)[0]()
         raise RuntimeError("no")
 
-    with as_it_was(network):
+    with assert_unchanged(network):
         profile_noise(network, runs_of(network), CONFIGS)
         with pytest.raises(RuntimeError, match="no"):
             profile_noise(network, [fails], CONFIGS)

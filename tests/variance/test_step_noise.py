@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from as_it_was import as_it_was
+from assert_unchanged import assert_unchanged
 from torch import nn
 
 from rmm_linear import RMMConfig, convert_linears
@@ -43,7 +43,7 @@ def test_an_exact_step_has_no_noise_and_the_model_stays_as_it_was():
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, OUTPUTS)).train()
     model[1].weight.grad = torch.ones(OUTPUTS, FEATURES)
     batches = [torch.randn(ROWS, FEATURES) for _ in range(5)]
-    with as_it_was(model):
+    with assert_unchanged(model):
         noise = measure_step_noise(model, batches, loss_fn=_loss)
     assert noise.step.value == noise.relative_variance == noise.noise_ratio == 0.0
     assert noise.minibatch.value > 0

@@ -32,7 +32,7 @@ def is_linear(read: Read) -> bool:
 
 
 def candidates(step: Step, reads: Iterable[Read], bits: Bits) -> Iterator[Rewrite]:
-    """Find tensors that could have codes of their own for these reads."""
+    """Find tensors whose codes could serve these reads."""
     found: dict[fx.Node, list[Read]] = {}
     for read in reads:
         source = read.source

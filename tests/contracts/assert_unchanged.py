@@ -1,4 +1,4 @@
-"""What a measurement leaves as it was."""
+"""Asserts that a measurement changes neither the model nor the random state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def _state(model: nn.Module) -> list[object]:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
+def assert_unchanged(model: nn.Module) -> Iterator[None]:
     """Assert that a model has its tensors and gradients, with their contents, its modes and hooks; torch its draws."""
     before, state, draws = _tensors(model), _state(model), torch.get_rng_state()
     contents = {name: tensor.clone() for name, tensor in before.items() if tensor is not None}
