@@ -16,7 +16,7 @@ from rmm_linear.errors import InfeasibleBudgetError
 from rmm_linear.ops import ranked_higher
 from rmm_linear.planning.plan import CheckpointPlan
 from rmm_linear.tables import aligned
-from rmm_linear.variance.step_noise import StepNoise, measure_step_noise
+from rmm_linear.variance.step_noise import StepNoise, measured_until
 
 # The loss of a model for a batch.
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -217,8 +217,12 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
     return loss
 
 
-def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None) -> StepNoise:
-    """Measure the noise of a model's steps on parts of a sample, if its gradients are finite."""
+def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None, limit: float) -> StepNoise:
+    """Measure the noise of a model's steps on parts of a sample; on half of them if it is less than a tenth of a limit.
+
+    Raises:
+        NotMeasurableError: If the gradients are not finite.
+    """
     numbers = itertools.count()
 
     def loss_of_draw(model: nn.Module, part: Any) -> Tensor:
@@ -229,7 +233,7 @@ def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None) -> St
             return loss_of(model, part, loss_fn)
 
     with torch.enable_grad():
-        noise = measure_step_noise(model, parts, loss_fn=loss_of_draw)
+        noise = measured_until(model, parts, loss_of_draw, lambda noise: cautious_ratio(noise) < limit / 10)
     if not math.isfinite(noise.gradient_squared):
         raise NotMeasurableError("the noise can't be measured: the gradient of the sample is not finite")
     return noise

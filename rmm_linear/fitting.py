@@ -190,7 +190,7 @@ class Fit:
         compiled = {module: module._compiled_call_impl for module in self.model.modules()}
         remove_checkpointing(self.model)
         try:
-            return _measured(self.model, plain_batch(batch), self.chosen, loss_fn, self.executor)
+            return _measured(self.model, plain_batch(batch), self.chosen, loss_fn, self.executor, limit=0.0)
         finally:
             for module, call in compiled.items():
                 if call is not None:
@@ -356,7 +356,7 @@ def fit(
     chosen = choose(
         trials.candidates,
         most,
-        lambda each: _measured(model, sample, each, loss_fn, executor),
+        lambda each: _measured(model, sample, each, loss_fn, executor, limit),
         budget_bytes,
         lambda least_bytes: refusal(asked, plain.peak_bytes, least_bytes, "fit"),  # type: ignore[arg-type]
     )
@@ -492,8 +492,10 @@ def _checked_ways(
     return ways
 
 
-def _measured(model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss | None, executor: str) -> StepNoise:
-    """Measure a candidate's noise on parts of the sample, op by op."""
+def _measured(
+    model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss | None, executor: str, limit: float
+) -> StepNoise:
+    """Measure a candidate's noise on parts of the sample, op by op; see `noise_on` for the limit."""
     if is_without_contents(model):
         raise NotMeasurableError("the noise can't be measured: the weights are on the meta device, without contents")
     parts = parts_of(sample)
@@ -511,7 +513,7 @@ def _measured(model: nn.Module, sample: Any, candidate: Candidate, loss_fn: Loss
                 " pass a larger batch"
             )
         model._compiled_call_impl = step
-        return noise_on(model, parts, loss_fn)
+        return noise_on(model, parts, loss_fn, limit)
     except CaptureError as error:
         raise NotMeasurableError(f"the noise can't be measured: parts of the sample are refused: {error}") from None
     finally:

@@ -145,7 +145,7 @@ class _Trials:
         self.candidates: list[Candidate] = []
         # why some means are left out, each reason once
         self.notes: dict[str, None] = {}
-        self._model, self._sample, self._budget, self._loss_fn = model, sample, budget, loss_fn
+        self._model, self._sample, self._budget, self._limit, self._loss_fn = model, sample, budget, limit, loss_fn
         self._device = next(model.parameters()).device
         self._peaks: dict[str, int | None] = {}
         self.plain_bytes = self._peak({})
@@ -250,7 +250,7 @@ class _Trials:
                 sketched = [self._sketched(batch, candidate) for batch in (self._sample, parts[0])]
             if sketched[0] == sketched[1]:
                 with self.means.installed(candidate.options):
-                    return noise_on(self._model, parts, self._loss_fn)
+                    return noise_on(self._model, parts, self._loss_fn, self._limit)
         except torch.OutOfMemoryError as error:
             raise NotMeasurableError(f"the noise can't be measured: {first_line(error)}") from None
         raise NotMeasurableError(

@@ -432,12 +432,12 @@ class PlannedGraph:
         except CaptureError as error:
             self._group.on_failure(error)
             return None
-        if self._group.capture_only:
-            eager_bytes = eager_peak_of(self._module, arguments, loss_alone=capture.takes_loss_alone)
-            capture = replace(capture, eager_peak_bytes=eager_bytes)
-        else:
+        if not self._group.capture_only:
             capture = replace(capture, rewritten=None)
             self._warn_of_names(capture)
+        elif self._group.is_compiled:
+            eager_bytes = eager_peak_of(self._module, arguments, loss_alone=capture.takes_loss_alone)
+            capture = replace(capture, eager_peak_bytes=eager_bytes)
         if options.page_to is not None:
             capture = with_page_cost(capture, options.page_to, options.costs)
         plan = self._plan(capture)

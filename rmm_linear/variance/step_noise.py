@@ -68,6 +68,16 @@ def measure_step_noise(
     Raises:
         ValueError: If there are fewer than four batches, or no parameter requires a gradient.
     """
+    return measured_until(model, batches, loss_fn, lambda noise: False)
+
+
+def measured_until(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None,
+    is_enough: Callable[[StepNoise], bool],
+) -> StepNoise:
+    """Measure as `measure_step_noise` does; leave out the batches after the first four or more that are enough."""
     if len(batches) < _LEAST_BATCHES:
         raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")
     products, minibatch, step = [], [], []
@@ -85,16 +95,23 @@ def measure_step_noise(
                     by_parameter.setdefault(name, []).append(variance)
             (a, b), (c, d) = draws
             minibatch.append(sum(_product(a[name] - c[name], b[name] - d[name]) for name in a) / 2)
-    return StepNoise(
-        gradient_squared=statistics.fmean(products),
-        step=_measured(step),
-        minibatch=_measured(minibatch),
-        by_parameter={name: statistics.fmean(variances) for name, variances in by_parameter.items()},
-    )
+            if len(step) < _LEAST_BATCHES:
+                continue
+            noise = StepNoise(
+                gradient_squared=statistics.fmean(products),
+                step=_measured(step),
+                minibatch=_measured(minibatch),
+                by_parameter={name: statistics.fmean(variances) for name, variances in by_parameter.items()},
+            )
+            if is_enough(noise):
+                break
+    return noise
 
 
 def _product(first: Tensor, second: Tensor) -> float:
-    return float((first.double() * second).sum())
+    """Return the real part of an inner product, computed in float32 at the least; torch sums in pairs."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return float((first.to(dtype).conj() * second.to(dtype)).sum().real)
 
 
 def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:

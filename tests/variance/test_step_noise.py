@@ -6,6 +6,7 @@ from assert_unchanged import assert_unchanged
 from torch import nn
 
 from rmm_linear import RMMConfig, convert_linears
+from rmm_linear.candidates import noise_on
 from rmm_linear.variance import gradient_noise, measure_step_noise
 
 ROWS, FEATURES, OUTPUTS = 64, 12, 5
@@ -78,3 +79,33 @@ def test_too_few_batches_and_a_frozen_model_are_refused():
         measure_step_noise(nn.Linear(FEATURES, OUTPUTS), batches[:3], loss_fn=_loss)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         measure_step_noise(nn.Linear(FEATURES, OUTPUTS).requires_grad_(False), batches, loss_fn=_loss)
+
+
+def test_parts_after_the_fourth_are_left_out_where_the_noise_is_far_below_the_limit():
+    torch.manual_seed(0)
+    config = RMMConfig(ratio=0.25, sketch="gaussian", min_rows=1)
+    model = convert_linears(nn.Sequential(nn.Linear(FEATURES, OUTPUTS)), config=config).train()
+    parts = [torch.randn(ROWS, FEATURES) for _ in range(8)]
+    every = noise_on(model, parts, _loss, 0.0)
+    assert every.step.draws == 8
+    assert noise_on(model, parts, _loss, every.noise_ratio) == every
+    assert noise_on(model, parts, _loss, 100 * every.noise_ratio) == noise_on(model, parts[:4], _loss, 0.0)
+
+
+def test_complex_parameters_count_with_both_of_their_parts():
+    torch.manual_seed(0)
+    real = nn.Linear(FEATURES, OUTPUTS, bias=False)
+    pair = nn.ParameterList([real.weight.detach().clone(), real.weight.detach().clone() / 2])
+    whole = nn.ParameterList([torch.complex(pair[0].detach(), pair[1].detach())])
+    batches = [torch.randn(ROWS, FEATURES) for _ in range(4)]
+
+    def loss_fn(weights, x):
+        weight = torch.complex(*weights) if len(weights) == 2 else weights[0]
+        return (nn.functional.dropout(x).to(weight.dtype) @ weight.T).abs().square().sum()
+
+    found = []
+    for weights in (pair, whole):
+        torch.manual_seed(0)
+        found.append(measure_step_noise(weights, batches, loss_fn=loss_fn))
+    assert found[1].gradient_squared == pytest.approx(found[0].gradient_squared, rel=1e-5)
+    assert found[1].step.value == pytest.approx(found[0].step.value, rel=1e-5)
