@@ -132,9 +132,10 @@ def encode_with_tail(
     most = greatest.clamp_min(tail) - tail
     steps = _steps(torch.maximum(greatest, -least), half, tail, cube)
     numbers = []
-    for part, drawn in zip(in_parts(x.to(torch.float32), bits), in_parts(_hash(x.shape, key), bits), strict=True):
-        within = _rounded(curved(part.clamp(-tail, tail), cube), steps, _uniform(drawn), half)
-        has_excess = part.clamp_min(tail) - tail > (_uniform(_hashed_again(drawn)) + 0.5) * most
+    for part, drawn in zip(in_parts(x.to(torch.float32), bits), in_parts(dither(x.shape, key), bits), strict=True):
+        within = _rounded(curved(part.clamp(-tail, tail), cube), steps, drawn, half)
+        # one draw for both: their errors have opposite signs, and each has no mean
+        has_excess = part.clamp_min(tail) - tail > (0.5 - drawn) * most
         numbers.append(within + torch.where(has_excess, 2.0, 0.0))
     return pack(numbers, bits), steps, most
 
@@ -203,22 +204,11 @@ def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
     The number of the element is mixed with one part of the key, a row of `draw_keys`, before a hash, and with the other
     one within it: two keys give two permutations, of which neither is the other one in another order.
     """
-    return _uniform(_hash(shape, key))
-
-
-def _hash(shape: tuple[int, ...], key: Tensor) -> Tensor:
     first, second = key[0], key[1]
     # a product of the bare number would be part of a loop's index, which must not overflow in C++
     bits = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device).view(shape) ^ first
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
-    return _xorshift(bits, 16) * _MULTIPLIERS[0]
-
-
-def _hashed_again(bits: Tensor) -> Tensor:
-    return _xorshift(_xorshift(bits, 16) * _MULTIPLIERS[0], 15) * _MULTIPLIERS[3]
-
-
-def _uniform(bits: Tensor) -> Tensor:
+    bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
     return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
 
 
