@@ -434,7 +434,7 @@ class PlannedGraph:
             return None
         if not self._group.capture_only:
             capture = replace(capture, rewritten=None)
-            self._warn_of_names(capture)
+            self._warn_of_exact_tensors(capture)
         elif self._group.is_compiled:
             eager_bytes = eager_peak_of(self._module, arguments, loss_alone=capture.takes_loss_alone)
             capture = replace(capture, eager_peak_bytes=eager_bytes)
@@ -452,13 +452,21 @@ class PlannedGraph:
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
         return Variant(capture, plan)
 
-    def _warn_of_names(self, capture: Capture) -> None:
-        named = Bits.of(self._group.options.bits).only
-        missing = sorted((named or frozenset()) - {tensor.name for tensor in capture.coding.coded})
+    def _warn_of_exact_tensors(self, capture: Capture) -> None:
+        bits, coded = Bits.of(self._group.options.bits), {tensor.name for tensor in capture.coding.coded}
+        missing = sorted((bits.only or frozenset()) - coded)
         if missing:
             warnings.warn(
-                f'{len(missing)} of {len(named or ())} tensors that "only" names are not coded in this graph, such as'
-                f" {missing[0]!r}: they have too few rows, or are of another model, version, dtype or executor",
+                f'{len(missing)} of {len(bits.only or ())} tensors that "only" names are not coded in this graph, such'
+                f" as {missing[0]!r}: they have too few rows, or are of another model, version, dtype or executor",
+                stacklevel=2,
+            )
+        elif bits != Bits() and not any(
+            each.coding.coded for each in (capture, *(variant.capture for variant in self._group.variants()))
+        ):
+            warnings.warn(
+                "no tensor of this graph is coded: codes are for tensors of 128 rows or more, in float32, bfloat16 or"
+                " float16, that neither convolutions nor unknown ops read",
                 stacklevel=2,
             )
 

@@ -450,14 +450,16 @@ def test_the_result_of_relu_is_freed_by_its_mask_and_the_code_of_a_linear_layers
         assert ("relu" in freed) == (p > 0 and alone == "activation")
 
 
-def test_few_rows_and_float64_stay_exact():
+def test_few_rows_and_float64_stay_exact_with_a_warning():
     for model, x in (
         *((Net(nn.LayerNorm(WIDTH)), torch.randn(rows, WIDTH)) for rows in (1, 100)),
         (Net(nn.GELU()).double(), torch.randn(ROWS, WIDTH).double()),
     ):
         exact, run = gradients(model, model, x), compiled(model, bits=4)
-        for name, found in gradients(model, run, x).items():
-            torch.testing.assert_close(found, exact[name])
+        with pytest.warns(UserWarning, match="no tensor of this graph is coded: codes are for tensors of 128 rows"):
+            found = gradients(model, run, x)
+        for name in found:
+            torch.testing.assert_close(found[name], exact[name])
         assert not plans(model)[-1].coding.coded
 
 
@@ -794,7 +796,8 @@ def test_memory_that_two_codes_serve_is_freed_once():
 def test_shapes_may_change_and_a_budget_comes_on_top():
     model = Net(nn.LayerNorm(WIDTH))
     run = compiled(model, bits=8, budget="100%")
-    for rows in (256, 300, 256):
+    # the last batch of an epoch may be small, and is no reason for a warning
+    for rows in (256, 300, 100, 256):
         x = torch.randn(rows, WIDTH)
         exact, found = gradients(model, model, x), gradients(model, run, x)
         for name in exact:
