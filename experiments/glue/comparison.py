@@ -90,10 +90,6 @@ class Row:
         return str(self.knob("method"))
 
     @property
-    def label(self) -> str:
-        return label_of(self.results[0])
-
-    @property
     def variant(self) -> tuple[str, ...]:
         """The other settings, in the words of `VARIANTS`."""
         return variant_of(self.results[0]["config"])
@@ -115,33 +111,32 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The contents of a report: the table, the complete results, and names and status of the incomplete ones."""
+    """The contents of a report: the rows of each task, and names and status of the incomplete results."""
 
-    rows: tuple[Row, ...]
-    results: tuple[dict[str, Any], ...]
+    tasks: dict[str, list[Row]]
     incomplete: tuple[str, ...]
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(row.task for row in self.rows))
+    def rows(self) -> list[Row]:
+        return [row for rows in self.tasks.values() for row in rows]
 
     @property
     def has_times(self) -> bool:
         return all(row.train_seconds is not None for row in self.rows)
-
-    def of_task(self, task: str) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.task == task)
 
 
 def compare(folder: Path) -> Comparison:
     # each JSON file of the folder has to be a result
     found = [result for path in sorted(folder.glob("*.json")) if (result := read_result(path)) is not None]
     complete = [result for result in found if result["status"] == COMPLETE]
-    incomplete = tuple(f"{result['name']} ({result['status']})" for result in found if result["status"] != COMPLETE)
     if not complete:
         raise HarnessError(f"the results folder {folder} holds no complete run; run something into it first")
     check_comparable(complete)
-    return Comparison(tuple(rows_of_results(complete)), tuple(complete), incomplete)
+    tasks: dict[str, list[Row]] = {}
+    for row in rows_of_results(complete):
+        tasks.setdefault(row.task, []).append(row)
+    others = (result for result in found if result["status"] != COMPLETE)
+    return Comparison(tasks, tuple(f"{result['name']} ({result['status']})" for result in others))
 
 
 def rows_of_results(complete: Sequence[dict[str, Any]]) -> list[Row]:
@@ -196,24 +191,22 @@ def _row(by_seed: dict[int, dict[str, Any]], exact: dict[int, dict[str, Any]]) -
     pairs = [] if is_exact else [(by_seed[seed], exact[seed]) for seed in sorted(by_seed) if seed in exact]
     timed = all(result["config"]["timing"] for result in results)
     speeds = {tuple(result["hardware"][key] for key in _SPEED) for pair in pairs for result in pair}
-    ratios = [_step_ratios(mine, other) for mine, other in pairs] if timed and len(speeds) == 1 else []
+    ratios = [ratio for pair in pairs for ratio in _step_ratios(*pair)] if timed and len(speeds) == 1 else []
     kept = [result["kept_bytes"] for result in results]
+    noises = [noise for pair in pairs if (noise := noise_over_minibatch(*pair)) is not None]
+    points = {name: Mean.of([100 * each["final"][name] for each in results]) for name in results[0]["final"]}
     return Row(
         task=results[0]["config"]["task"],
         results=tuple(results),
-        score=_points(results, "score"),
-        metrics={name: _points(results, name) for name in results[0]["metrics"]},
+        score=points["score"],
+        metrics={name: points[name] for name in results[0]["metrics"]},
         difference=Mean.of([points_between(*pair) for pair in pairs]) if pairs else None,
         kept_bytes=statistics.fmean(each["model"] for each in kept),
         kept_share=statistics.fmean(each["model"] / each["exact_model"] for each in kept),
-        noise=0.0 if is_exact else _added_noise(pairs),
+        noise=0.0 if is_exact else max(0.0, statistics.fmean(noises)) if noises else None,
         train_seconds=Mean.of([result["train_seconds"] for result in results]) if timed else None,
-        step_time=Quantiles.of([ratio for seed in ratios for ratio in seed]) if ratios else None,
+        step_time=Quantiles.of(ratios) if ratios else None,
     )
-
-
-def _points(results: Sequence[dict[str, Any]], name: str) -> Mean:
-    return Mean.of([100 * result["final"][name] for result in results])
 
 
 def points_between(mine: dict[str, Any], reference: dict[str, Any]) -> float:
@@ -232,11 +225,6 @@ def noise_over_minibatch(mine: dict[str, Any], reference: dict[str, Any]) -> flo
         return 0.0
     # exact's own variance is dropout's
     return float((own["step_variance"] - exact["step_variance"]) / exact["minibatch_variance"])
-
-
-def _added_noise(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
-    measured = [noise for pair in pairs if (noise := noise_over_minibatch(*pair)) is not None]
-    return max(0.0, statistics.fmean(measured)) if measured else None
 
 
 def _step_ratios(mine: dict[str, Any], reference: dict[str, Any]) -> list[float]:

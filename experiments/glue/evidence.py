@@ -132,14 +132,15 @@ def evidence_of(results: Sequence[Result]) -> list[Evidence]:
     rows = rows_of_results(results)
     exact = [result for result in results if result["config"]["method"] == EXACT]
     found = []
-    for label in dict.fromkeys(row.label for row in rows):
-        own = [row for row in rows if row.label == label]
+    for label in dict.fromkeys(label_of(row.results[0]) for row in rows):
+        own = [row for row in rows if label_of(row.results[0]) == label]
         runs = (result for result in results if label_of(result) == label)
         pairs = [(run, reference) for run in runs if (reference := _reference(run, exact)) is not None]
         kept = statistics.fmean(row.kept_share for row in own if row.task in _tasks([row.task for row in own]))
         name = _ONCE_MORE if own[0].method == EXACT else own[0].description
         if pairs:
-            crossed = sum(_machine(run) != _machine(reference) for run, reference in pairs)
+            machines = ([(each["hardware"]["device"], each["hardware"].get("gpu")) for each in pair] for pair in pairs)
+            crossed = sum(own != other for own, other in machines)
             found.append(Evidence(name, _by_task(pairs, points_between), _by_task(pairs, _noise), kept, crossed))
     return found
 
@@ -156,20 +157,14 @@ def _pair(result: Result) -> tuple[str, int]:
     return result["config"]["task"], result["config"]["seed"]
 
 
-def _machine(result: Result) -> tuple[str, str | None]:
-    return result["hardware"]["device"], result["hardware"].get("gpu")
-
-
 def _tasks(run: Iterable[str]) -> list[str]:
     """Return the tasks that methods are averaged over; SST-2, which has fewer seeds, is none of them."""
     found = sorted(set(run))
     return [task for task in found if task in load_named_config("study").tasks] or found
 
 
-def _known_noise(each: Evidence, task: str | None = None) -> list[float]:
-    """The measured noise of a method's runs, of all tasks or of one."""
-    chosen = each.noise.values() if task is None else [each.noise[task]]
-    return [value for of_task in chosen for value in of_task if not math.isnan(value)]
+def _known_noise(each: Evidence, tasks: Iterable[str]) -> list[float]:
+    return [value for task in tasks for value in each.noise.get(task, ()) if not math.isnan(value)]
 
 
 def _by_task(
@@ -229,7 +224,7 @@ def evidence_table(results: Sequence[Result]) -> str:
 
 
 def _noise_cell(each: Evidence, tasks: Sequence[str]) -> str:
-    noise = [value for task in tasks for value in each.noise.get(task, ()) if not math.isnan(value)]
+    noise = _known_noise(each, tasks)
     if not noise:
         return "-"
     mean = statistics.fmean(noise)
@@ -297,19 +292,19 @@ def drawn(results: Sequence[Result]) -> Figure:
     method whose noise is within two standard errors of 0 stands on the left, at the same place for all tasks. Methods
     whose noise was not measured are left out.
     """
-    found = [each for each in evidence_of(results) if _known_noise(each)]
+    found = [each for each in evidence_of(results) if _known_noise(each, each.noise)]
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.subplots()
     tasks = sorted({task for each in found for task in each.differences})
     markers = dict(zip(tasks, "osv^DP", strict=False))
     edge = _LEAST_NOISE
     for place, each in enumerate(found):
-        noise = _known_noise(each)
+        noise = _known_noise(each, each.noise)
         is_zero = len(noise) < 2 or statistics.fmean(noise) <= 2 * statistics.stdev(noise) / math.sqrt(len(noise))
         edge /= 1.5 if is_zero else 1
         axes.plot([], [], "o", color=f"C{place}", label=each.name)
         for task, values in each.differences.items():
-            x = edge if is_zero else max(_LEAST_NOISE, statistics.fmean(_known_noise(each, task) or noise))
+            x = edge if is_zero else max(_LEAST_NOISE, statistics.fmean(_known_noise(each, [task]) or noise))
             heights = [max(value, _LOWEST) for value in values]
             axes.plot([x] * len(values), heights, markers[task], color=f"C{place}", markersize=5, alpha=0.75)
             for value in values:

@@ -49,21 +49,15 @@ def _points(value: Mean) -> str:
 
 
 def _signed_points(value: Mean) -> str:
-    interval = value.interval()
-    text = _signed(value.mean)
-    return text if interval is None else f"{text} [{_signed(interval[0])}, {_signed(interval[1])}]"
-
-
-def _signed(points: float) -> str:
     # adding zero turns a rounded -0.0 into 0.0
-    return f"{round(points, 1) + 0.0:+.1f}"
+    mean, *interval = (f"{round(points, 1) + 0.0:+.1f}" for points in (value.mean, *(value.interval() or ())))
+    return f"{mean} [{', '.join(interval)}]" if interval else mean
 
 
 def markdown_table(comparison: Comparison) -> str:
     """Return one Markdown table a task, each under the task's name if there are several."""
     parts = []
-    for task in comparison.tasks:
-        rows = comparison.of_task(task)
+    for task, rows in comparison.tasks.items():
         left_out = {name for name in ("storage", "bits", "budget") if not any(row.knob(name) for row in rows)}
         left_out |= set() if any(row.variant for row in rows) else {"variant"}
         left_out |= set() if all(row.noise is not None for row in rows) else {"noise"}
@@ -101,11 +95,14 @@ def _cells(row: Row) -> dict[str, str]:
 
 def _notes(comparison: Comparison) -> str:
     """The meaning of the columns, and limits of the numbers."""
-    results, timed = comparison.results, comparison.has_times
-    chosen = {
-        f"{_chosen(result['fitted'])} at {result['config']['budget']}" for result in results if "fitted" in result
-    }
+    results, timed = [result for row in comparison.rows for result in row.results], comparison.has_times
+    chosen = set()
+    for result in (result for result in results if "fitted" in result):
+        fitted = result["fitted"]
+        peak = f"{100 * fitted['peak_bytes'] / fitted['exact_peak_bytes']:.0f} %"
+        chosen.add(f"{fitted['chosen']} (measured peak {peak}) at {result['config']['budget']}")
     clipped = sorted(share for result in results if (share := _clipped_share(result)) is not None)
+    shares = " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (*clipped[:1], *clipped[-1:])))
     fewest = min(row.score.seeds for row in comparison.rows)
     spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
     notes = {
@@ -121,7 +118,7 @@ def _notes(comparison: Comparison) -> str:
             row.method == CHECKPOINTING for row in comparison.rows
         ),
         f"Fit chose, with noise of at most 1 %: {', '.join(sorted(chosen))}.": chosen,
-        f"The gradient was clipped in {_range(clipped)} % of a run's steps: a clipped sketched gradient is not"
+        f"The gradient was clipped in {shares} % of a run's steps: a clipped sketched gradient is not"
         " unbiased.": clipped,
         "Step time: forward, backward and optimizer over exact's on the same batch, median with 20 and 80 % quantiles"
         " over all steps but the first two. The runs came one after another, so that the quantiles show the steps'"
@@ -131,29 +128,16 @@ def _notes(comparison: Comparison) -> str:
     }
     origins: dict[str, set[str]] = {}
     for result in results:
-        hardware, versions = result["hardware"], result["versions"]
+        hardware, versions, commit = result["hardware"], result["versions"], result["commit"]
         threads = hardware["torch_threads"]
+        commit = f"commit {commit[:7]}{' with changes' if result['modified'] else ''}" if commit else "no commit"
         where = (
             f"torch {versions['torch']}, transformers {versions['transformers']} on"
             f" {hardware['gpu'] or hardware['cpu']}, {threads} thread{'s' if threads != 1 else ''}."
         )
-        origins.setdefault(f"{versions['rmm_linear']} ({{}}), {where}", set()).add(_commit(result))
+        origins.setdefault(f"{versions['rmm_linear']} ({{}}), {where}", set()).add(commit)
     ran = [f"Ran with rmm_linear {of.format(', '.join(sorted(commits)))}" for of, commits in sorted(origins.items())]
     return "\n".join(f"- {note}" for note in (*(note for note, holds in notes.items() if holds), *ran))
-
-
-def _range(shares: Sequence[float]) -> str:
-    return " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (*shares[:1], *shares[-1:])))
-
-
-def _chosen(fitted: dict[str, Any]) -> str:
-    return f"{fitted['chosen']} (measured peak {100 * fitted['peak_bytes'] / fitted['exact_peak_bytes']:.0f} %)"
-
-
-def _commit(result: dict[str, Any]) -> str:
-    if result["commit"] is None:
-        return "no commit"
-    return f"commit {result['commit'][:7]}{' with changes' if result['modified'] else ''}"
 
 
 def beaten_methods(comparison: Comparison) -> str:
@@ -162,8 +146,7 @@ def beaten_methods(comparison: Comparison) -> str:
     Nothing of tasks whose noise or times are unknown.
     """
     sentences = []
-    for task in comparison.tasks:
-        rows = comparison.of_task(task)
+    for task, rows in comparison.tasks.items():
         if not comparison.has_times or all(row.noise is None for row in rows if row.method != EXACT):
             continue
         beaten: dict[str, list[str]] = {}
@@ -209,8 +192,7 @@ def draw_figure(comparison: Comparison, path: Path) -> None:
     noises = [row.noise for row in comparison.rows if row.noise]
     scale = LogNorm(min(noises), max(noises)) if noises else None
     panels = iter(grid.flat)
-    for task in tasks:
-        members = comparison.of_task(task)
+    for task, members in tasks.items():
         axes = next(panels)
         _draw(axes, [(row, *row.score[:2]) for row in members], names, scale)
         seeds = min(row.score.seeds for row in members)
