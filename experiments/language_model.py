@@ -12,6 +12,7 @@ exact --seeds 0 --rates 5e-4 1e-3 2e-3`).
 
 import argparse
 import hashlib
+import itertools
 import math
 import statistics
 import sys
@@ -34,8 +35,7 @@ from experiments.glue.comparison import Quantiles
 from experiments.glue.evidence import mean_cell
 from experiments.glue.settings import BITS
 from experiments.provenance import origin
-from experiments.rows import append_json_line, read_json_lines, write_rows
-from experiments.rows import read_rows as read_csv
+from experiments.rows import append_json_line, read_json_lines, read_rows, write_rows
 from rmm_linear import RMMConfig, convert_linears
 from rmm_linear.compiler import plans
 from rmm_linear.memory import SavedTensors
@@ -199,22 +199,15 @@ def _validate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
     return loss
 
 
-def read_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    return read_json_lines(folder / ROWS)
-
-
-def read_times(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    return read_csv(folder / TIMES) if (folder / TIMES).exists() else []
-
-
-def _run_missing(folder: Path, methods: Sequence[str], seeds: Sequence[int], rates: Sequence[float]) -> None:
-    for key in ((method, seed, rate) for seed in seeds for method in methods for rate in rates):
-        if any((row["method"], row["seed"], row["learning_rate"]) == key for row in read_rows(folder)):
-            continue
-        torch._dynamo.reset()
-        row = train(*key)
-        append_json_line(folder / ROWS, row)
-        print(f"{key[0]}, seed {key[1]}, rate {key[2]:g}: {row['validation'][-1][1]:.4f}", flush=True)
+def _run_missing(options: argparse.Namespace) -> None:
+    path = options.results / ROWS
+    for seed, method, rate in itertools.product(options.seeds, options.methods, options.rates):
+        done = [(row["method"], row["seed"], row["learning_rate"]) for row in read_json_lines(path)]
+        if (method, seed, rate) not in done:
+            torch._dynamo.reset()
+            row = train(method, seed, rate)
+            append_json_line(path, row)
+            print(f"{method}, seed {seed}, rate {rate:g}: {_last_loss(row):.4f}", flush=True)
 
 
 def _of_method(rows: Rows, method: str) -> dict[int, dict[str, Any]]:
@@ -235,8 +228,9 @@ def _noise(row: dict[str, Any]) -> float:
     return statistics.fmean(each["ratio"] for each in row["noise"])
 
 
-def language_model_table(rows: Rows, times: Rows = ()) -> str:
+def language_model_table(folder: Path = RESULTS) -> str:
     """Return the table of validation losses."""
+    rows, times = read_json_lines(folder / ROWS), read_rows(folder / TIMES) if (folder / TIMES).exists() else []
     exact = _of_method(rows, _EXACT)
     if not exact:
         raise HarnessError("there is no run of exact layers; run python -m experiments.language_model --methods exact")
@@ -247,24 +241,17 @@ def language_model_table(rows: Rows, times: Rows = ()) -> str:
         )
     lines = []
     time_of = {row["method"]: f"{row['time']:.2f} ({row['time_q20']:.2f}-{row['time_q80']:.2f})" for row in times}
-    for method in METHODS:
-        own = _of_method(rows, method)
+    first = next(iter(exact.values()))
+    for method, own in ((method, _of_method(rows, method)) for method in METHODS):
         if not own:
             continue
-        one = next(iter(own.values()))
-        kept = one["kept_bytes"] / next(iter(exact.values()))["kept_bytes"]
-        differences = _differences(rows, method) if method != _EXACT else []
-        lines.append(
-            [
-                method,
-                f"{100 * kept:.0f} %",
-                time_of.get(method, "-"),
-                "0" if method == _EXACT else f"{statistics.fmean(map(_noise, own.values())):.2g}",
-                ", ".join(f"{_last_loss(own[seed]):.4f}" for seed in sorted(own)),
-                mean_cell(differences, 4) if differences else "",
-            ]
-        )
-    first = next(iter(exact.values()))
+        kept = next(iter(own.values()))["kept_bytes"] / first["kept_bytes"]
+        noise, differences = "0", list[float]()
+        if method != _EXACT:
+            noise, differences = f"{statistics.fmean(map(_noise, own.values())):.2g}", _differences(rows, method)
+        losses = ", ".join(f"{_last_loss(own[seed]):.4f}" for seed in sorted(own))
+        cells = [method, f"{100 * kept:.0f} %", time_of.get(method, "-"), noise, losses]
+        lines.append([*cells, mean_cell(differences, 4) if differences else ""])
     where = f", on {times[0]['hardware']}" if times else ""
     shown = [row for method in METHODS for row in _of_method(rows, method).values()]
     cpus = sorted({row["hardware"]["cpu"] for row in shown})
@@ -312,12 +299,11 @@ def _work(options: argparse.Namespace) -> None:
     if options.times:
         time_all(options.results)
     elif not options.report:
-        _run_missing(options.results, options.methods, options.seeds, options.rates)
-    rows = read_rows(options.results)
+        _run_missing(options)
+    rows = read_json_lines(options.results / ROWS)
     if _of_method(rows, _EXACT) or options.report:
-        text = language_model_table(rows, read_times(options.results))
+        print(language_model_table(options.results))
         draw(rows, options.results / FIGURE)
-        print(text)
 
 
 if __name__ == "__main__":

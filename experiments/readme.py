@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import language_model
 from experiments.blocks import filled, table
 from experiments.checkpointing import report as checkpointing
 from experiments.glue import cached_norms, peers, sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
-from experiments.language_model import language_model_table
-from experiments.language_model import read_rows as language_model_rows
-from experiments.language_model import read_times as language_model_times
 from experiments.memory.report import FILE, summary_table
 from experiments.peers import peers_table
 from experiments.rows import read_rows
@@ -63,23 +61,22 @@ def _of(make: Callable[..., str], *arguments: Any) -> Callable[[], str]:
 
 
 def pages() -> dict[Path, Mapping[str, Callable[[], str]]]:
-    results = {
-        "memory": memory_table,
-        "layer": layer_tables,
-        "variance": sketch_noise.budgets_table,
-        "sketches": sketch_noise.sketches_table,
-        "study": lambda: evidence_table(read_study()),
-        "checkpointing": _of(checkpointing.eager_table),
-    }
     return {
         README: {"which": _of(which_table, MEMORY, sketch_noise.FILE, BENCHMARKS), "gpu": _of(gpu_table)},
-        RESULTS: results,
+        RESULTS: {
+            "memory": memory_table,
+            "layer": layer_tables,
+            "variance": sketch_noise.budgets_table,
+            "sketches": sketch_noise.sketches_table,
+            "study": lambda: evidence_table(read_study()),
+            "checkpointing": _of(checkpointing.eager_table),
+        },
         DOCS / "codes.md": {"codes": _of(checkpointing.codes_table, [checkpointing.CODES])},
         DOCS / "gpu.md": {"steps": _of(checkpointing.codes_table, [checkpointing.CODES_ON_GPU])},
         DOCS / "budget.md": {"bounds": _of(checkpointing.bounds_table), "growth": _of(checkpointing.growth_table)},
         DOCS / "compare.md": {"peers": peers_table, "fine-tuned peers": peers.peers_table},
         DOCS / "noise.md": {
-            "language model": lambda: language_model_table(language_model_rows(), language_model_times()),
+            "language model": language_model.language_model_table,
             "cached norms": cached_norms.cached_norms_table,
         },
     }

@@ -17,11 +17,8 @@ from experiments.command_line import HarnessError
 _TEXTS = ("commit", "peer_commit", "weights", "setting", "rmm_linear", "torch", "transformers", "peft")
 
 
-def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its experiment") -> list[dict[str, Any]]:
-    """Read a results file: numbers as numbers, True and False as bools, empty cells as None.
-
-    The `HarnessError` of a missing file, or of a missing column that is needed, names the command that makes it.
-    """
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a results file: numbers as numbers, True and False as bools, empty cells as None."""
     try:
         frame = pd.read_csv(
             path,
@@ -30,12 +27,8 @@ def read_rows(path: Path, *, needed: Iterable[str] = (), command: str = "its exp
             dtype=dict.fromkeys(_TEXTS, "string"),
             dtype_backend="numpy_nullable",
         )
-    except OSError as error:
-        raise HarnessError(f"{path} can't be read ({error.strerror or error}); {command} makes it") from error
-    except ValueError as error:
-        raise HarnessError(f"{path} is no results file ({error}); {command} makes it anew") from error
-    if missing := set(needed) - set(frame.columns):
-        raise HarnessError(f"{path} has no column {', '.join(sorted(missing))}; {command} makes it anew")
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"{path} can't be read ({error}); its experiment makes it") from error
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
 
 

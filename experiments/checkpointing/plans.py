@@ -13,7 +13,6 @@ Each model is captured at its published size on the meta device, which takes no 
 """
 
 import argparse
-import math
 import random
 import sys
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.checkpointing.generators import chain, u_shape, with_backward
-from experiments.command_line import HarnessError, Parser, add_models
+from experiments.command_line import Parser, add_models
 from experiments.provenance import origin
 from experiments.rows import read_rows, write_rows
 from rmm_linear.checkpointing import Graph, available_strategies, capture, get_strategy
@@ -44,10 +43,6 @@ _ALL_OTHERS = "auto"
 BOUNDS_PERCENTS, GROWTH_PERCENTS, ENERGY_PERCENTS = (80, 60, 40, 25, 15), (75, 50, 25), (80, 60, 40)
 _CHAINS, _US, _LAYERS = (100, 1000, 10_000, 100_000), (100, 1000, 10_000), (12, 48)
 DEVICES = Path(__file__).parent / "devices.csv"
-_OF_DEVICES = (
-    *("flops_per_s", "memory_bytes_per_s", "watts"),
-    *("page_out_bytes_per_s", "page_in_bytes_per_s", "page_watts"),
-)
 PUBLISHED = of_shape("published")
 
 
@@ -91,13 +86,8 @@ def strategies(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
             if best is None or best is last:
                 continue
             last = best
-            row: dict[str, Any] = {
-                "batch": shape.batch,
-                "size": shape.size,
-                "parameter_bytes": parameters,
-                "ops": len(graph.ops),
-            }
-            row |= {"plain_peak_bytes": plain_bytes, "strategy": name, "planning_s": seconds}
+            row: dict[str, Any] = {"batch": shape.batch, "size": shape.size, "parameter_bytes": parameters}
+            row |= {"ops": len(graph.ops), "plain_peak_bytes": plain_bytes, "strategy": name, "planning_s": seconds}
             row |= {"budget_percent": percent, "peak_bytes": best.peak_bytes}
             yield row | {"extra_cost": round(best.cost / graph.cost - 1, 4)}
 
@@ -115,34 +105,24 @@ def bounds(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
 
 def arenas(_: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Give addresses to a step; then find the least arena of each policy, and the free part where it fails."""
-    policies: dict[str, type[CoopRun] | None] = {"OLLA": None, "DTR": DtrInArena, "Coop": CoopRun}
-    for policy, kind in policies.items():
+    policies: dict[str, Callable[[], tuple[float, float | None]]] = {
+        "OLLA": lambda: (arena_for(lifetimes(graph, range(len(graph.ops)))).size_bytes / _plain_bytes(graph), None),
+        "DTR": lambda: least_arena(graph, DtrInArena),
+        "Coop": lambda: least_arena(graph, CoopRun),
+    }
+    for policy, measure in policies.items():
         began = time.perf_counter()
-        if kind is None:
-            size_bytes = arena_for(lifetimes(graph, range(len(graph.ops)))).size_bytes
-            least, free = size_bytes / _plain_bytes(graph), None
-        else:
-            least, free = least_arena(graph, kind)
+        least, free = measure()
         row = {"ops": len(graph.ops), "policy": policy, "least_arena": round(least, 4)}
         row |= {"free_at_failure": None if free is None else round(free, 4)}
         yield row | {"scan_s": round(time.perf_counter() - began, 1)}
-
-
-def read_devices(path: Path = DEVICES) -> list[dict[str, Any]]:
-    """Read device profiles, whose numbers have to be more than 0."""
-    devices = read_rows(path, needed=("device", *_OF_DEVICES, "source"), command="an editor")
-    for device in devices:
-        for name in _OF_DEVICES:
-            if not isinstance(device[name], float | int) or not 0 < device[name] < math.inf:
-                raise HarnessError(f"{path}: {device['device']!r} has {name}={device[name]}; write a number above 0")
-    return devices
 
 
 def energy(workload: Workload, graph: Graph) -> Iterator[dict[str, Any]]:
     """Plan for each device: by paging and computing again, by either alone, each for the least energy."""
     flops, moved = (_captured(workload, workload.shapes["published"], costs) for costs in ("flops", "bytes"))
     plain_bytes = _plain_bytes(graph)
-    for device in read_devices():
+    for device in read_rows(DEVICES):
         ops = tuple(
             replace(op, cost=max(op.cost / device["flops_per_s"], other.cost / device["memory_bytes_per_s"]))
             for op, other in zip(flops.ops, moved.ops, strict=True)
@@ -206,10 +186,8 @@ def _work(options: argparse.Namespace) -> None:
         found.append(row | origin())
         print(row, flush=True)
         write_rows(options.results / "growth.csv", found)
-    for workload in PUBLISHED if options.kind in _OF_MODELS else ():
-        if workload.name not in options.models:
-            continue
-        file, rows = _OF_MODELS[options.kind]
+    file, rows = _OF_MODELS.get(options.kind, ("", bounds))
+    for workload in (each for each in PUBLISHED if file and each.name in options.models):
         graph = _captured(workload, workload.shapes["published"])
         of_model = [{"model": workload.title} | row | origin() for row in rows(workload, graph)]
         write_rows(options.results / file, of_model, order=[each.title for each in PUBLISHED])

@@ -16,7 +16,6 @@ RESULTS = Path(__file__).parent / "results"
 FILE = "memory.csv"
 EXACT, CHECKPOINTING, ALONE, OURS = "exact", "checkpointing", "every layer alone", "rmm_linear"
 Rows = Sequence[dict[str, Any]]
-_NEEDED = ("model", "method", "ratio", "storage", "exact_bytes", "own_bytes", "of_exact", "commit")
 # the colours of Okabe and Ito, which colour-blind readers can tell apart; the markers say the same again
 _STYLES = {EXACT: ("black", "*", 8), CHECKPOINTING: ("#D55E00", "p", 6), ALONE: ("#E69F00", "X", 5)}
 _OURS, _STORED = ("#0072B2", "o", 5), ("#009E73", "s", 5)
@@ -40,21 +39,19 @@ def method_name(row: Mapping[str, Any]) -> str:
 def summary_table(rows: Rows) -> str:
     """Return each method's share of the exact model's bytes, a line a method and a column a model."""
     models = grouped(rows, "model")
-    shares = {(row["model"], method_name(row)): row["of_exact"] for row in rows}
+    shares = {(row["model"], method_name(row)): f"{100 * row['of_exact']:.1f} %" for row in rows}
     firsts = [each[0] for each in models.values()]
     freed = (f"{100 * first['own_bytes'] / first['exact_bytes']:.1f} %" for first in firsts)
     lines = [["exact, MiB", *(f"{first['exact_bytes'] / 2**20:.0f}" for first in firsts)]]
     lines.append(["the most that sketches can free", *freed])
-    for name in dict.fromkeys(method_name(row) for row in rows):
-        values = [shares.get((model, name)) for model in models]
-        if name != EXACT:
-            lines.append([name, *("-" if value is None else f"{100 * value:.1f} %" for value in values)])
+    names = dict.fromkeys(method_name(row) for row in rows if row["method"] != EXACT)
+    lines += [[name, *(shares.get((model, name), "-") for model in models)] for name in names]
     return table(["of exact", *models], lines)
 
 
 def write_report(folder: Path) -> str:
     """Draw `figure.png` into a results folder; return the table."""
-    rows = read_rows(folder / FILE, needed=_NEEDED, command="python -m experiments.memory.run")
+    rows = read_rows(folder / FILE)
     replace_file(folder / "figure.png", lambda path: draw_figure(rows, path))
     return f"{summary_table(rows)}\n\nfigure: {folder / 'figure.png'}"
 
