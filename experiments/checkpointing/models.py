@@ -83,13 +83,6 @@ def vgg19(width: float = 1.0) -> nn.Module:
 
 
 class _DenseLayer(nn.Sequential):
-    def __init__(self, inputs: int, growth: int) -> None:
-        super().__init__(
-            *(nn.BatchNorm2d(inputs), nn.ReLU(inplace=True), nn.Conv2d(inputs, 4 * growth, 1, bias=False)),
-            *(nn.BatchNorm2d(4 * growth), nn.ReLU(inplace=True)),
-            nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
-        )
-
     def forward(self, *features: Tensor) -> Tensor:
         return super().forward(torch.cat(features, 1))
 
@@ -97,7 +90,14 @@ class _DenseLayer(nn.Sequential):
 class _DenseBlock(nn.Module):
     def __init__(self, inputs: int, growth: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_DenseLayer(inputs + place * growth, growth) for place in range(depth))
+        self.layers = nn.ModuleList(
+            _DenseLayer(
+                *(nn.BatchNorm2d(each), nn.ReLU(inplace=True), nn.Conv2d(each, 4 * growth, 1, bias=False)),
+                *(nn.BatchNorm2d(4 * growth), nn.ReLU(inplace=True)),
+                nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False),
+            )
+            for each in range(inputs, inputs + depth * growth, growth)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]
@@ -268,8 +268,8 @@ def own_loss(model: nn.Module, **batch: Tensor) -> Tensor:
     return model(**batch).loss
 
 
-def _images(_: nn.Module, batch: int, size: int) -> Batch:
-    return {"images": torch.randn(batch, 3, size, size), "labels": torch.randint(0, _CLASSES, (batch,))}
+def _images(_: nn.Module, batch: int, size: int, classes: int = _CLASSES, name: str = "images") -> Batch:
+    return {name: torch.randn(batch, 3, size, size), "labels": torch.randint(0, classes, (batch,))}
 
 
 def _masks(_: nn.Module, batch: int, size: int) -> Batch:
@@ -291,17 +291,8 @@ def _sentences(model: nn.Module, batch: int, size: int) -> Batch:
     return _text(model, batch, size) | {"labels": torch.randint(0, 2, (batch,))}
 
 
-def _pictures(_: nn.Module, batch: int, size: int) -> Batch:
-    return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(0, 2, (batch,))}
-
-
-def _of_transformers(config: str, model: str) -> Callable[..., nn.Module]:
-    def build(**options: Any) -> nn.Module:
-        import transformers
-
-        return getattr(transformers, model)(getattr(transformers, config)(**options))
-
-    return build
+def _pictures(model: nn.Module, batch: int, size: int) -> Batch:
+    return _images(model, batch, size, classes=2, name="pixel_values")
 
 
 @dataclass(frozen=True)
@@ -359,6 +350,15 @@ def _shapes(published: tuple[int, int], small: tuple[float, int, int], **more: S
     return {"published": Shape({}, *published), "small": Shape({"width": width}, batch, size), **more}
 
 
+def _transformer(name: str, family: str, head: str, sample: Any, shapes: dict[str, Shape], **more: Any) -> Workload:
+    def build(**options: Any) -> nn.Module:
+        import transformers
+
+        return getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**options))
+
+    return Workload(name, build, sample, own_loss, shapes, **more)
+
+
 def _layers(width: int, inner: int, layers: int, heads: int, **options: Any) -> dict[str, Any]:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return dict(zip(names, (width, inner, layers, heads), strict=True)) | options
@@ -401,8 +401,8 @@ WORKLOADS = (
         _shapes((8, 572), (0.125, 2, 220), compiled=Shape({"width": 0.25}, 4, 284)),
         blocks=r"(down|merged)\.\d+",
     ),
-    Workload(
-        *("gpt-2", _of_transformers("GPT2Config", "GPT2LMHeadModel"), _text, own_loss),
+    _transformer(
+        *("gpt-2", "GPT2", "LMHeadModel", _text),
         {
             "published": Shape({"use_cache": False}, 8, 1024),
             "small": Shape(_GPT2 | _WORDS | {"n_layer": 6, "n_embd": 128}, 8, 128),
@@ -413,8 +413,8 @@ WORKLOADS = (
             ),
         },
     ),
-    Workload(
-        *("llama", _of_transformers("LlamaConfig", "LlamaForCausalLM"), _text, own_loss),
+    _transformer(
+        *("llama", "Llama", "ForCausalLM", _text),
         {
             "published": Shape(
                 _layers(2048, 8192, 16, 32, num_key_value_heads=8, use_cache=False)
@@ -429,8 +429,8 @@ WORKLOADS = (
         },
         published="llama, 16 blocks",
     ),
-    Workload(
-        *("roberta", _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),
+    _transformer(
+        *("roberta", "Roberta", "ForSequenceClassification", _sentences),
         {
             "published": Shape({"max_position_embeddings": 514}, 32, 128),
             "small": Shape(_layers(128, 512, 12, 4, max_position_embeddings=130, **_WORDS), 8, 128),
@@ -445,24 +445,23 @@ WORKLOADS = (
         },
         published="roberta-base",
     ),
-    Workload(
-        *("vit", _of_transformers("ViTConfig", "ViTForImageClassification"), _pictures, own_loss),
+    _transformer(
+        *("vit", "ViT", "ForImageClassification", _pictures),
         {
             "compiled": Shape(_layers(256, 1024, 6, 4, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
             "codes": Shape(_layers(768, 3072, 4, 12, image_size=96, patch_size=8, **_NO_DROPOUT), 16, 96),
             "codes, cuda": Shape(_layers(1024, 4096, 4, 16, **_NO_DROPOUT), 128, 224),
         },
     ),
-    Workload(
-        *("t5", _of_transformers("T5Config", "T5ForConditionalGeneration"), _text, own_loss),
+    _transformer(
+        *("t5", "T5", "ForConditionalGeneration", _text),
         {
             "codes": Shape(_T5_WIDE | {"num_layers": 2}, 16, 128),
             "codes, cuda": Shape(_T5_WIDE | {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "num_layers": 2}, 16, 512),
         },
     ),
-    Workload(
-        *("modernbert", _of_transformers("ModernBertConfig", "ModernBertForSequenceClassification"), _sentences),
-        own_loss,
+    _transformer(
+        *("modernbert", "ModernBert", "ForSequenceClassification", _sentences),
         {
             "codes": Shape(_layers(768, 1152, 4, 12, **_MODERNBERT), 16, 128, is_padded=True),
             "codes, cuda": Shape(_layers(1024, 2624, 4, 16, **_MODERNBERT), 32, 512, is_padded=True),
@@ -470,8 +469,8 @@ WORKLOADS = (
     ),
     # the paper's tables of memory have this batch
     *(
-        Workload(
-            *(name, _of_transformers("RobertaConfig", "RobertaForSequenceClassification"), _sentences, own_loss),
+        _transformer(
+            *(name, "Roberta", "ForSequenceClassification", _sentences),
             {"codes, cuda": Shape(size | {"max_position_embeddings": 514} | _NO_DROPOUT, 128, 128, is_padded=True)},
         )
         for name, size in (("minilm", _layers(384, 1536, 6, 12)), ("roberta-base", _layers(768, 3072, 12, 12)))
