@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -17,6 +18,10 @@ def percent(fraction: float | None, sign: str = "") -> str:
     digits = 0 if abs(value) >= 99.95 else 1
     # adding zero turns a rounded -0.0 into 0.0
     return f"{round(value, digits) + 0.0:{sign}.{digits}f} %"
+
+
+def quantiles(row: Mapping[str, Any], column: str) -> str:
+    return f"{row[column]:.2f} ({row[f'{column}_q20']:.2f}-{row[f'{column}_q80']:.2f})"
 
 
 def filled(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:

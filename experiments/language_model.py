@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments import provenance
-from experiments.blocks import table
+from experiments.blocks import quantiles, table
 from experiments.checkpointing.instruments import interleaved
 from experiments.command_line import HarnessError, Parser
 from experiments.glue.comparison import Quantiles
@@ -174,7 +174,7 @@ def time_all(folder: Path) -> None:
     rows = []
     for method, times in seconds.items():
         found = Quantiles.of([time / exact for time, exact in zip(times, seconds[_EXACT], strict=True)])
-        rows.append({"method": method, "time": found.median, "time_q20": found.low, "time_q80": found.high, **origin()})
+        rows.append({"method": method} | found.columns() | origin())
     write_rows(folder / TIMES, rows)
 
 
@@ -240,7 +240,7 @@ def language_model_table(folder: Path = RESULTS) -> str:
             " in separate files"
         )
     lines = []
-    time_of = {row["method"]: f"{row['time']:.2f} ({row['time_q20']:.2f}-{row['time_q80']:.2f})" for row in times}
+    time_of = {row["method"]: quantiles(row, "time") for row in times}
     first = next(iter(exact.values()))
     for method, own in ((method, _of_method(rows, method)) for method in METHODS):
         if not own:

@@ -108,8 +108,8 @@ def wtacrs(folder: Path, g: Tensor) -> Iterator[tuple[str, Layer]]:
 
 def _loaded(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

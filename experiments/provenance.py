@@ -31,18 +31,14 @@ def commit() -> dict[str, Any]:
 
     Configurations and results don't count: a result holds all its settings itself, and is there to be written.
     """
+    ignored = [f":!experiments/{folder}" for folder in ("glue/configs", "results", "*/results")]
+    status = ["status", "--porcelain", "--untracked-files=no", "--", ".", *ignored]
+    git = functools.partial(subprocess.run, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     try:
-        head = _git("rev-parse", "HEAD")
-        ignored = [f":!experiments/{folder}" for folder in ("glue/configs", "results", "*/results")]
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignored)
+        head, changed = (git(["git", *command]).stdout.strip() for command in (["rev-parse", "HEAD"], status))
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "modified": None}
     return {"commit": head, "modified": bool(changed)}
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

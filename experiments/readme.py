@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import language_model
-from experiments.blocks import filled, table
+from experiments.blocks import filled, quantiles, table
 from experiments.checkpointing import report as checkpointing
 from experiments.glue import cached_norms, peers, sketch_noise
 from experiments.glue.evidence import evidence_table, read_study
@@ -38,8 +38,7 @@ def layer_tables() -> str:
             shape = f"{row['rows']} x {row['in_features']} -> {row['out_features']}"
             sketch = row["sketch"] + (", centered" if row["center"] else "")
             sketch += f", {row['storage']}" if row.get("storage") else ""
-            spread = f"{row['time_ratio_q20']:.2f}-{row['time_ratio_q80']:.2f}"
-            cells.setdefault((shape, sketch), {})[row["ratio"]] = f"{row['time_ratio']:.2f} ({spread})"
+            cells.setdefault((shape, sketch), {})[row["ratio"]] = quantiles(row, "time_ratio")
         first = rows[0]
         header = ["rows x in -> out", "sketch", *(f"ratio {ratio:g}" for ratio in ratios)]
         times = table(header, [[*of, *(values.get(ratio, "") for ratio in ratios)] for of, values in cells.items()])

@@ -30,7 +30,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -137,7 +137,7 @@ class _Running:
 
 
 class Comparison:
-    """All ways of running a model's step; used as a context."""
+    """All ways of running a model's step."""
 
     def __init__(self, workload: Workload, shape: Shape, device: str = "cpu", *, counts_flops: bool = False) -> None:
         self.workload, self.shape, self.device = workload, shape, torch.device(device)
@@ -146,19 +146,10 @@ class Comparison:
         self._model, self._batch = model.to(self.device), {key: each.to(self.device) for key, each in batch.items()}
         # given, and not made by `backward`: it would count
         self._tangent = torch.ones((), device=self.device)
-        self._stack, self._flops = ExitStack(), 0
+        self._flops = 0
         self._reference: Sequence[Tensor | None] = []
         self.running: list[_Running] = []
         self.missing: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Comparison:
-        torch._dynamo.reset()
-        self._stack.enter_context(dynamo_options())
-        self._stack.enter_context(fresh_cache())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu)
@@ -326,13 +317,12 @@ def compare(comparison: Comparison, ways: Sequence[Way], executors: dict[str, st
     for row in sorted((each.row for each in comparison.running), key=lambda row: row["peak_bytes"]):
         if not budgets or row["peak_bytes"] > _CLOSE * max(budgets):
             budgets[row["peak_bytes"]] = f"as {row['method']} {row['setting']}".rstrip()
-    plain: _Running | None = None
     for method, executor in executors.items():
         plain = comparison.add(Way(method, "100 %", options={"budget": "100%", "executor": executor}))
         for budget, setting in budgets.items():
             comparison.add(Way(method, setting, options={"budget": budget, "executor": executor}))
-    assert plain is not None
-    assert plain.group is not None
+    assert plain
+    assert plain.group
     (variant,) = plain.group.variants()
     most, least = variant.plan.plain.peak_bytes, 0
     try:
@@ -390,8 +380,9 @@ def planner_rows(workload: Workload, shape: Shape) -> Iterator[dict[str, Any]]:
 
 def step_rows(workload: Workload, shape: Shape, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Run a model's step in all ways of a kind."""
-    kind = options.kind
-    with Comparison(workload, shape, options.device, counts_flops=kind == "eager") as comparison:
+    kind, comparison = options.kind, Comparison(workload, shape, options.device, counts_flops=options.kind == "eager")
+    torch._dynamo.reset()
+    with dynamo_options(), fresh_cache():
         if kind == "codes":
             for way in (Way(EAGER), *CODE_WAYS, *MORE_WAYS):
                 if way.method in (EAGER, *options.ways):

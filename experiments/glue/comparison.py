@@ -60,6 +60,10 @@ class Quantiles(NamedTuple):
     def of(cls, values: Sequence[float]) -> Quantiles:
         return cls(*np.quantile(values, (0.2, 0.5, 0.8)).tolist())
 
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a results file that `blocks.quantiles` reads."""
+        return {"time": self.median, "time_q20": self.low, "time_q80": self.high}
+
 
 @dataclass(frozen=True)
 class Row:

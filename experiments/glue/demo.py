@@ -74,13 +74,11 @@ class Grammar:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+        self._choose = self._random.choice
 
     def sentence(self) -> list[Word]:
         subject, person = self._subject(depth=1)
         return subject + self._verb_phrase(person, depth=0)
-
-    def _choose(self, words: Sequence[str]) -> str:
-        return self._random.choice(words)
 
     def _chance(self, probability: float) -> bool:
         return self._random.random() < probability

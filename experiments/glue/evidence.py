@@ -194,22 +194,14 @@ def evidence_table(results: Sequence[Result]) -> str:
     lines = []
     for each in found:
         seeds = [each.differences.get(task, ()) for task in tasks]
-        average = Average.of(seeds)
-        has_bootstrap = min(map(len, seeds)) >= _LEAST_SEEDS
-        low, high = bootstrap_interval(seeds) if has_bootstrap else (0.0, 0.0)
+        bootstrap = mean_of_tasks = margin = ""
+        if average := Average.of(seeds):
+            mean_of_tasks, margin = f"{average.mean:+.1f} ± {average.half:.1f}", f"± {average.least_margin:.1f}"
+        if min(map(len, seeds)) >= _LEAST_SEEDS:
+            bootstrap = "{:+.1f} to {:+.1f}".format(*bootstrap_interval(seeds))
         cells = {task: difference_cell(each.differences.get(task, ())) for task in run}
-        lines.append(
-            [
-                each.name,
-                f"{100 * each.kept:.0f} %",
-                _noise_cell(each, tasks),
-                *(cells[task] for task in tasks),
-                "" if average is None else f"{average.mean:+.1f} ± {average.half:.1f}",
-                f"{low:+.1f} to {high:+.1f}" if has_bootstrap else "",
-                "" if average is None else f"± {average.least_margin:.1f}",
-                *(cells[task] for task in last),
-            ]
-        )
+        line = [each.name, f"{100 * each.kept:.0f} %", _noise_cell(each, tasks), *(cells[task] for task in tasks)]
+        lines.append([*line, mean_of_tasks, bootstrap, margin, *(cells[task] for task in last)])
     commits, changed = len({result["commit"] for result in results}), sum(r.get("modified", False) for r in results)
     crossed = sum(each.crossed for each in found if each.name != _ONCE_MORE)
     multiples = sorted({result["config"].get("pad_multiple", 0) for result in results} - {0})

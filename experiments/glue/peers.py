@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from experiments.blocks import percent, table
+from experiments.blocks import percent, quantiles, table
 from experiments.command_line import HarnessError, Parser
 from experiments.peers import RATIO, commit_of, first_line
 from experiments.provenance import origin
@@ -118,9 +118,7 @@ def time_all(options: argparse.Namespace) -> None:
     from .peer_runs import Peer, PeerRun, peers
 
     torch.set_num_threads(1)
-    ours = [
-        Peer(name, functools.partial(_convert, config=config)) for name, config in _OURS.items() if config is not None
-    ]
+    ours = [Peer(name, functools.partial(_convert, config=config)) for name, config in _OURS.items() if config]
     steps: dict[str, Callable[[], float]] = {}
     for peer in (Peer(EXACT, lambda run: None), *ours, *peers(options)):
         run = PeerRun(peer, _settings(options, options.tasks[0], 0, 128))
@@ -132,18 +130,16 @@ def time_all(options: argparse.Namespace) -> None:
         except Exception:
             traceback.print_exc()
     rounds = [{name: step() for name, step in steps.items()} for _ in range(1 + _ROUNDS)]
-    found = {name: Quantiles.of([seconds[name] / seconds[EXACT] for seconds in rounds[1:]]) for name in steps}
-    rows = [
-        {"name": name, "time": of.median, "time_q20": of.low, "time_q80": of.high, **origin()}
-        for name, of in found.items()
-    ]
+    ratios = {name: [seconds[name] / seconds[EXACT] for seconds in rounds[1:]] for name in steps}
+    rows = [{"name": name} | Quantiles.of(values).columns() | origin() for name, values in ratios.items()]
     write_rows(options.results / TIMES, rows)
 
 
 def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
     """Return the table of the committed rows beside the study's of the same tasks and seeds."""
     rows = read_rows(folder / FILE)
-    times = {row["name"]: row for row in read_rows(folder / TIMES)} if (folder / TIMES).exists() else {}
+    every = read_rows(folder / TIMES) if (folder / TIMES).exists() else []
+    times = {row["name"]: quantiles(row, "time") for row in every}
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     seeds = {row["seed"] for row in rows}
     results = [
@@ -165,7 +161,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         if found.name in _OURS:
             cells = [difference_cell(found.differences.get(task, ())) for task in tasks]
             kept_share = percent(kept_by_ours.get(found.name))
-            lines.append([f"rmm_linear: {found.name}", *cells, kept_share, _time_cell(times, found.name), ""])
+            lines.append([f"rmm_linear: {found.name}", *cells, kept_share, times.get(found.name, "-"), ""])
     commits = {row["peer"]: row["peer_commit"] for row in rows}
     for name in dict.fromkeys([*commits, *(name for name in times if name not in (EXACT, *_OURS))]):
         own = [row for row in rows if row["peer"] == name]
@@ -175,15 +171,10 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
             for task in tasks
         }
         kept = [row["kept"] for row in own if row["kept"] is not None and row["task"] == tasks[0]]
-        lines.append(
-            [
-                f"{name} ({commits[name]})" if commits.get(name) else name,
-                *(difference_cell(differences[task]) for task in tasks),
-                percent(statistics.fmean(kept) if kept else None),
-                _time_cell(times, name),
-                next((row["error"] for row in own if row["error"]), ""),
-            ]
-        )
+        error = next((row["error"] for row in own if row["error"]), "")
+        cells = [difference_cell(differences[task]) for task in tasks]
+        cells += [percent(statistics.fmean(kept) if kept else None), times.get(name, "-"), error]
+        lines.append([f"{name} ({commits[name]})" if commits.get(name) else name, *cells])
     header = ["method", *tasks, f"keeps ({tasks[0]})", "time of a step", "error"]
     made_by = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     return (
@@ -195,11 +186,6 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
         f" {_ROUNDS} rounds. The rows were made at commit {made_by} with torch {rows[0]['torch']}; rows of rmm_linear"
         " come from the study's runs on a CPU."
     )
-
-
-def _time_cell(times: dict[str, dict[str, Any]], name: str) -> str:
-    row = times.get(name)
-    return "-" if row is None else f"{row['time']:.2f} ({row['time_q20']:.2f}-{row['time_q80']:.2f})"
 
 
 def _work(options: argparse.Namespace) -> None:

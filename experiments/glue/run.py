@@ -46,12 +46,17 @@ def _run(options: argparse.Namespace) -> None:
     results = options.results or DEFAULT_RESULTS / config.name
     stay_offline(*runs)
 
+    from experiments import provenance
+
     from .training import execute, finished_result
 
     for number, run in enumerate(runs, start=1):
-        done = None if options.force else finished_result(run, results)
+        done, when = None if options.force else finished_result(run, results), ""
         result = done or execute(run, results, force=options.force)
-        print(f"[{number}/{len(runs)}] {_one_line(result)}{_when(result) if done else ''}", flush=True)
+        if done:
+            anew = f", at commit {str(result['commit'])[:7]}; --force runs anew"
+            when = f"  (finished before{'' if result['commit'] == provenance.commit()['commit'] else anew})"
+        print(f"[{number}/{len(runs)}] {_one_line(result)}{when}", flush=True)
     if options.report:
         from .report import write_report
 
@@ -66,15 +71,6 @@ def _one_line(result: dict[str, Any]) -> str:
         f"{result['name']}: score {100 * result['final']['score']:.1f}, keeps {kept['model'] / 2**20:.2f} MiB "
         f"(exact {kept['exact_model'] / 2**20:.2f}), trained {result['train_seconds']:.1f} s"
     )
-
-
-def _when(result: dict[str, Any]) -> str:
-    """That a result is not of this call, and of which commit if not of this one."""
-    from experiments.provenance import commit
-
-    now, then = commit()["commit"], result["commit"]
-    where = "" if then == now else f", at commit {str(then)[:7]}; --force runs anew"
-    return f"  (finished before{where})"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def noises_by_layer(captured: Captured, others: Sequence[Captured], draws: int) 
             "budget": budget,
             "bytes": allocation.saved_bytes / captured.bytes,
             "relative_variance": statistics.fmean(noises),
-            "standard_error": sum(error**2 for error in errors) ** 0.5 / len(errors),
+            "standard_error": math.hypot(*errors) / len(errors),
             "configs": describe_all(list(allocation.configs.values())),
             "layers": len(noises),
             "batch_rows": captured.real.numel(),

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import os
 import random
@@ -120,7 +121,7 @@ class Study:
             seconds.setdefault(row["config"]["task"], []).append(row["wall_seconds"] / row["config"]["epochs"])
         if not seconds:
             return ""
-        unknown = [each for of_task in seconds.values() for each in of_task]
+        unknown = list(itertools.chain(*seconds.values()))
         hours = sum(run.epochs * statistics.median(seconds.get(run.task, unknown)) for run in left) / 3600
         return f", about {hours:.1f} hours left for one process"
 
@@ -216,7 +217,7 @@ def run_again(study: Study, name: str) -> None:
     if data is not None:
         run = dataclasses.replace(run, data=study._data_of(run.task))
     score = execute(run, folder, force=finished_result(run, folder) is not None)["final"]["score"]
-    rows = [row for row in study.rows(ROWS) if row["name"] == name]
+    rows = (row for row in study.rows(ROWS) if row["name"] == name)
     known = ", ".join(f"{row['final']['score']:.4f} on {row['hardware']['device']}" for row in rows)
     print(f"{name}: score {score:.4f}; in the rows {known or 'none'}")
 

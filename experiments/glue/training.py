@@ -64,9 +64,8 @@ def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | No
     previous = read_result(path)
     if previous is None:
         return None
-    asked, found = settings.recorded(), previous["config"]
-    changed = {key: (found.get(key), asked[key]) for key in asked if key not in IRRELEVANT}
-    sources = previous.get("sources", {})
+    found, sources = previous["config"], previous.get("sources", {})
+    changed = {key: (found.get(key), now) for key, now in settings.recorded().items() if key not in IRRELEVANT}
     changed |= {key: (sources[key], now) for key, now in fingerprints.sources(settings).items() if key in sources}
     _refuse(path, changed)
     return previous if previous["status"] in (COMPLETE, DIVERGED) else None
@@ -74,25 +73,22 @@ def finished_result(settings: RunSettings, results: Path) -> dict[str, Any] | No
 
 def _refuse(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
     """Raise if a value of a result file differs from the present one."""
-    changes = ", ".join(
-        f"{key} {_short(was)} instead of {_short(now)}" for key, (was, now) in changed.items() if was != now
-    )
-    if changes:
+
+    def short(value: Any) -> str:
+        # a digest's first digits tell as much as all of them
+        return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
+
+    if changes := [f"{key} {short(was)} instead of {short(now)}" for key, (was, now) in changed.items() if was != now]:
         raise HarnessError(
-            f"{path} holds a run with other settings ({changes}); pass --force to replace it or another --results"
+            f"{path} holds a run with other settings ({', '.join(changes)}); pass --force to replace it or another"
+            " --results"
         )
-
-
-def _short(value: Any) -> str:
-    # a digest's first digits tell as much as all of them
-    return repr(value[:12] if isinstance(value, str) and len(value) == 64 else value)
 
 
 def execute(settings: RunSettings, results: Path, *, force: bool = False) -> dict[str, Any]:
     """Do, or finish, a run that is not complete, and return its result; `force` throws an earlier result away."""
     path = result_path(settings, results)
-    finished = None if force else finished_result(settings, results)
-    if finished is not None:
+    if not force and (finished := finished_result(settings, results)):
         return finished
     began = time.perf_counter()
     prepared = PreparedRun(settings)
@@ -183,7 +179,8 @@ class PreparedRun:
         self.tokenizer, self.model = self._load(splits)
         # an error of the conversion comes before a file is written
         if settings.uses_sketch:
-            sketched_layers(self.model, settings.model, config=settings.rmm_config, **self._exclusion())
+            excluded = settings.exclude_modules
+            sketched_layers(self.model, settings.model, config=settings.rmm_config, exclude_modules=excluded)
         self.splits = self._tokenize(splits)
         self.collate = transformers.DataCollatorWithPadding(
             self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None
@@ -218,9 +215,6 @@ class PreparedRun:
         if tokenizer.pad_token is None:
             raise HarnessError(f"the tokenizer of the model {settings.model!r} has no padding token: batches need one")
         return tokenizer, model
-
-    def _exclusion(self) -> dict[str, Any]:
-        return {"exclude_modules": list(self.settings.exclude_modules)} if self.settings.exclude_modules else {}
 
     def _tokenize(self, splits: DatasetDict) -> DatasetDict:
         # locals, for `datasets` hashes the objects that a function refers to: the run itself would never hit the cache
@@ -275,6 +269,7 @@ class PreparedRun:
             # before the training begins, so that the measurement runs by the training's plan
             trainer.begin(conversion[0])
         gradient_noise = self._gradient_noise(trainer)
+        # of a plan, the bytes that the same step has in memory when its forward pass ends
         kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
@@ -298,23 +293,18 @@ class PreparedRun:
             }
         if noise := [entry[NOISE_KEY] for entry in trainer.state.log_history if NOISE_KEY in entry]:
             found["noise_ratio"] = statistics.fmean(noise)
-        return (
-            found
-            | ({"gradient_noise": gradient_noise} if gradient_noise else {})
-            | {
-                "kept_bytes": {
-                    "model": kept_bytes,
-                    "exact_model": exact_bytes,
-                    "batch": "the first batch of the training split, in its order on disk",
-                },
-                "peak_memory": peak,
-                "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
-                "train_seconds": sum(steps["seconds"]),
-                "epochs": epochs,
-                "steps": steps,
-                "final_weights_sha256": fingerprints.weights_fingerprint(self.model),
-            }
-        )
+        if gradient_noise:
+            found["gradient_noise"] = gradient_noise
+        batch = "the first batch of the training split, in its order on disk"
+        return found | {
+            "kept_bytes": {"model": kept_bytes, "exact_model": exact_bytes, "batch": batch},
+            "peak_memory": peak,
+            "final": {key: epochs[-1][key] for key in ("score", *self.task.metrics)},
+            "train_seconds": sum(steps["seconds"]),
+            "epochs": epochs,
+            "steps": steps,
+            "final_weights_sha256": fingerprints.weights_fingerprint(self.model),
+        }
 
     def _kept_bytes(self) -> int:
         """Bytes that one training step on a fixed batch keeps for its backward pass, parameters excluded."""
@@ -325,7 +315,6 @@ class PreparedRun:
         return int(kept.bytes)
 
     def _planned_bytes(self, trainer: transformers.Trainer, callback: RMMCallback) -> int:
-        """Bytes that the plan of the same step has in memory when its forward pass ends."""
         with self._training() as batch_at:
             self._loss(trainer)(self.model, batch_at(0))
         assert callback.planned is not None
@@ -343,12 +332,8 @@ class PreparedRun:
         with self._training() as batch_at:
             batches = [batch_at(number) for number in range(_NOISE_BATCHES)]
             noise = measure_step_noise(self.model, batches, loss_fn=self._loss(trainer))
-        return {
-            "gradient_squared": noise.gradient_squared,
-            "step_variance": noise.step.value,
-            "minibatch_variance": noise.minibatch.value,
-            "batches": _NOISE_BATCHES,
-        }
+        found = {"gradient_squared": noise.gradient_squared, "step_variance": noise.step.value}
+        return found | {"minibatch_variance": noise.minibatch.value, "batches": _NOISE_BATCHES}
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[Callable[[int], dict[str, torch.Tensor]]]:
@@ -374,7 +359,8 @@ class PreparedRun:
             return (RMMCallback(**settings.plan_options),)
         if not settings.uses_sketch:
             return ()
-        return (RMMCallback(config=settings.rmm_config, monitor=settings.monitor, **self._exclusion()),)
+        options: dict[str, Any] = {"monitor": settings.monitor, "exclude_modules": settings.exclude_modules}
+        return (RMMCallback(config=settings.rmm_config, **options),)
 
     def _trainer(
         self,
@@ -405,8 +391,7 @@ class PreparedRun:
         settings = self.settings
         steps_per_epoch = math.ceil(len(self.splits["train"]) / settings.batch_size)
         total_steps = settings.max_steps or math.ceil(steps_per_epoch * settings.epochs)
-        schedule_kwargs = {"lr_end": 0.0, "power": 1.0} if settings.schedule == "polynomial" else {}
-        warmed = settings.schedule == "constant"
+        schedule = {"constant": "constant_with_warmup"}.get(settings.schedule, settings.schedule)
         return transformers.TrainingArguments(
             output_dir=str(checkpoints),
             seed=settings.seed,
@@ -416,8 +401,8 @@ class PreparedRun:
             per_device_train_batch_size=settings.batch_size,
             per_device_eval_batch_size=settings.eval_batch_size,
             learning_rate=settings.learning_rate,
-            lr_scheduler_type="constant_with_warmup" if warmed else settings.schedule,
-            lr_scheduler_kwargs=schedule_kwargs,
+            lr_scheduler_type=schedule,
+            lr_scheduler_kwargs={"lr_end": 0.0, "power": 1.0} if schedule == "polynomial" else {},
             # a schedule that only warms up has no length to fall over
             warmup_steps=min(math.ceil(total_steps * settings.warmup), total_steps - 1),
             weight_decay=settings.weight_decay,
@@ -486,23 +471,20 @@ def _peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
         yield report
         report.update(bytes=torch.cuda.max_memory_allocated(device), what="tensors, by the CUDA allocator")
         return
-    try:
+    status = ""
+    with contextlib.suppress(OSError):
         # 5 resets VmHWM, see proc(5)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        yield report
-        return
+        status = "/proc/self/status"
     yield report
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+    if status and (found := re.search(r"^VmHWM:\s+(\d+) kB", Path(status).read_text("ascii"), re.MULTILINE)):
         report.update(bytes=int(found[1]) * 1024, what="resident set of the whole process")
 
 
 class _GroupedByLength(Sampler[int]):
     """Sort pools of 16 random batches by length, and shuffle the batches that this makes.
 
-    The order of `Trainer`'s own sampler depends on what a method draws from torch's global generator, and on where a
-    run is resumed; this order depends on seed and epoch alone.
+    `Trainer`'s order depends on what a method draws, and on where a run is resumed; this one on seed and epoch alone.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
@@ -518,11 +500,10 @@ class _GroupedByLength(Sampler[int]):
         # a factor, so that one seed's second epoch is not the next seed's first
         generator = torch.Generator().manual_seed(1000 * self._seed + self._epoch)
         rows, size = torch.randperm(len(self), generator=generator).tolist(), self._batch_size
+        pools = (rows[at : at + 16 * size] for at in range(0, len(rows), 16 * size))
+        by_length = [row for pool in pools for row in sorted(pool, key=self._lengths.__getitem__)]
         # a pool is a whole number of batches: only the last of all can be short, and has to stay the last
-        pools = [
-            sorted(rows[at : at + 16 * size], key=self._lengths.__getitem__) for at in range(0, len(rows), 16 * size)
-        ]
-        batches = [pool[at : at + size] for pool in pools for at in range(0, len(pool), size)]
+        batches = [by_length[at : at + size] for at in range(0, len(rows), size)]
         full = len(rows) // size
         order = torch.randperm(full, generator=generator).tolist()
         for at in (*order, *range(full, len(batches))):

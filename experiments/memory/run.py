@@ -112,23 +112,22 @@ def measured_rows(workload: Workload) -> Iterator[dict[str, Any]]:
         if config is not None:
             predicted = report.predict(config, layers=sketched)
         kept = measure_kept_bytes(model, **batch)
-        knobs = ("ratio", "sketch", "center", "storage", "share_sketch")
-        row = {
+        yield {
             "model": workload.name,
             "attention": workload.attention + fused,
             "batch": workload.batch,
             "seq": workload.length,
             "dtype": str(workload.dtype).removeprefix("torch."),
             "method": family,
-            **{name: None if config is None else getattr(config, name) for name in knobs},
+            **{name: getattr(config, name, None) for name in ("ratio", "sketch", "center", "storage", "share_sketch")},
             "sketched_layers": len(sketched),
             "kept_bytes": kept,
             "predicted_bytes": predicted,
             "of_exact": round(kept / report.total_bytes, 4),
             "exact_bytes": report.total_bytes,
             "own_bytes": report.own_bytes,
-        }
-        yield row | {"peft": metadata.version("peft") if workload.lora else None} | origin()
+            "peft": metadata.version("peft") if workload.lora else None,
+        } | origin()
 
 
 def _work(options: argparse.Namespace) -> None:
