@@ -33,14 +33,6 @@ def no_needless_warnings():
         yield
 
 
-def test_the_model_is_converted_when_the_trainer_is_made(tmp_path):
-    trainer = make_trainer(tmp_path, RMMCallback(ratio=0.1))
-    assert trainer.optimizer is None
-    assert converted(trainer.model) == LAYERS
-    assert trainer.model.roberta.encoder.layer[0].output.dense.rmm_config == RMMConfig(ratio=0.1)
-    assert type(trainer.model.classifier.dense) is nn.Linear
-
-
 def test_a_model_that_model_init_makes_anew_is_converted(tmp_path):
     made = []
 
