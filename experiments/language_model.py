@@ -1,9 +1,5 @@
 """A small Llama from scratch on packed text: the loss of a language model over the noise in its gradient.
 
-    python -m experiments.language_model            # every run that is missing, then the table and the figure
-    python -m experiments.language_model --times    # times of steps, by turns
-    python -m experiments.language_model --report   # table and figure of the rows that are there
-
 The text is the standard library of the Python that runs this, byte by byte: no data is needed. All methods of a seed
 have the same initial weights and the same batches. Each finished run is a line of `results/language_model.jsonl`, and
 is not run again, unless `--results` names another folder. The learning rate was chosen for exact layers (`--methods
@@ -120,10 +116,17 @@ def train(method: str, seed: int, learning_rate: float = _LEARNING_RATE) -> dict
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     losses, seconds = list[float](), list[float]()
     curve, noise = list[tuple[int, float]](), list[dict[str, float]]()
-    kept_bytes = _kept_bytes(model, method, validation[0])
+    with SavedTensors(model) as kept:
+        # autograd frees what it keeps when the loss goes
+        loss = model(**validation[0]).loss
+    del loss
+    kept_bytes = plans(model)[0].planned.forward_bytes if method in _COMPILED else int(kept.bytes)
     for step in range(STEPS):
         if step in (STEPS // 4, STEPS // 2, STEPS * 3 // 4):
-            noise.append(_noise_at(step, model, text[:border]))
+            stream = batches(text[:border], seed=-step)
+            found = measure_step_noise(model, [next(stream) for _ in range(_NOISE_BATCHES)])
+            ratios = {"ratio": found.noise_ratio, "relative_variance": found.relative_variance}
+            noise.append({"step": step} | ratios)
         for group in optimizer.param_groups:
             group["lr"] = _rate_at(step, learning_rate)
         began = time.perf_counter()
@@ -176,19 +179,6 @@ def time_all(folder: Path) -> None:
         found = Quantiles.of([time / exact for time, exact in zip(times, seconds[_EXACT], strict=True)])
         rows.append({"method": method} | found.columns() | origin())
     write_rows(folder / TIMES, rows)
-
-
-def _kept_bytes(model: nn.Module, method: str, batch: dict[str, Tensor]) -> int:
-    with SavedTensors(model) as kept:
-        loss = model(**batch).loss
-    assert loss.requires_grad
-    return plans(model)[0].planned.forward_bytes if method in _COMPILED else int(kept.bytes)
-
-
-def _noise_at(step: int, model: nn.Module, text: Tensor) -> dict[str, float]:
-    stream = batches(text, seed=-step)
-    found = measure_step_noise(model, [next(stream) for _ in range(_NOISE_BATCHES)])
-    return {"step": step, "ratio": found.noise_ratio, "relative_variance": found.relative_variance}
 
 
 @torch.no_grad()
@@ -272,8 +262,7 @@ def draw(rows: Rows, path: Path) -> None:
     """Draw the training losses, and the differences in validation loss over the noise."""
     figure = Figure(figsize=(10.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for place, method in enumerate(METHODS):
-        own = _of_method(rows, method)
+    for place, (method, own) in enumerate((method, _of_method(rows, method)) for method in METHODS):
         if not own:
             continue
         colour = "black" if method == _EXACT else f"C{place - 1}"

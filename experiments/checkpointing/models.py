@@ -260,10 +260,6 @@ def _segmentation(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs, _cropped(labels, outputs))
 
 
-def _regression(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(model(x), y)
-
-
 def own_loss(model: nn.Module, **batch: Tensor) -> Tensor:
     return model(**batch).loss
 
@@ -476,7 +472,7 @@ WORKLOADS = (
         for name, size in (("minilm", _layers(384, 1536, 6, 12)), ("roberta-base", _layers(768, 3072, 12, 12)))
     ),
     Workload(
-        *("lstm", LSTMLoop, _series, _regression),
+        *("lstm", LSTMLoop, _series, lambda model, x, y: F.mse_loss(model(x), y)),
         {
             "published": Shape({"inputs": 64, "hidden": 256}, 32, 1000),
             "small": Shape({"inputs": 16, "hidden": 64}, 16, 1000),

@@ -156,10 +156,10 @@ def _growing_graphs() -> Iterator[tuple[str, Graph]]:
         if ops in _US:
             yield "U", with_backward(u_shape(ops // 4, size=1 << 20))
     roberta = next(workload for workload in PUBLISHED if workload.name == "roberta")
-    published = roberta.shapes["published"]
+    shape = roberta.shapes["published"]
     for layers in _LAYERS:
-        shape = replace(published, options={**published.options, "num_hidden_layers": layers})
-        yield f"RoBERTa, {layers} layers", _captured(roberta, shape)
+        options = shape.options | {"num_hidden_layers": layers}
+        yield f"RoBERTa, {layers} layers", _captured(roberta, replace(shape, options=options))
 
 
 def growth() -> Iterator[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """The study's score differences to exact with intervals, an equivalence test, and a figure over the noise.
 
-    python -m experiments.glue.evidence
-
 Runs are paired by task and seed: data order and initial weights are the same. Of exact runs on several devices the run
 on the method's own device counts, and another run where there is none. Where exact ran on a CPU and on a GPU, their
 difference stands in the table as a method: it shows how far two exact runs of a seed lie apart, which differ in the

@@ -1,12 +1,8 @@
 """Fine-tune with the code of other projects in the study's harness, on a CPU: score, kept bytes and time of each.
 
-    python -m experiments.glue.peers --model MODEL --data GLUE --fewbit FEWBIT --wtacrs WTACRS --gact GACT
-    python -m experiments.glue.peers ... --time
-    python -m experiments.glue.peers ... --results FOLDER --peer "WTA-CRS at 0.1" --tasks mrpc --seeds 0
-
-FEWBIT, WTACRS and GACT are checkouts (`experiments.peers` has two of the addresses; the third is
-https://github.com/LiuXiaoxuanPKU/GACT-ICML). Their code is loaded from these folders, and nothing of it is part of this
-project. fewbit's activation functions need its native library beside its `__init__.py`:
+README.md has the commands. FEWBIT, WTACRS and GACT are checkouts (`experiments.peers` has two of the addresses; the
+third is https://github.com/LiuXiaoxuanPKU/GACT-ICML). Their code is loaded from these folders, and nothing of it is
+part of this project. fewbit's activation functions need its native library beside its `__init__.py`:
 
     cmake -S FEWBIT -B BUILD -DCMAKE_PREFIX_PATH="$(python -c 'import torch.utils as u; print(u.cmake_prefix_path)')"
     cmake --build BUILD && cp BUILD/fewbit/libfewbit.so FEWBIT/fewbit/
@@ -19,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import statistics
 import sys
 import tempfile
@@ -40,7 +35,7 @@ from rmm_linear import RMMConfig, convert_linears
 from .comparison import Quantiles
 from .evidence import RESULTS as STUDY
 from .evidence import difference_cell, evidence_of, read_study
-from .settings import EXACT, RunSettings, load_named_config
+from .settings import EXACT, RunSettings, load_named_config, stay_offline
 
 if TYPE_CHECKING:
     from .peer_runs import Peer, PeerRun
@@ -189,9 +184,7 @@ def peers_table(folder: Path = RESULTS, study: Path = STUDY) -> str:
 
 
 def _work(options: argparse.Namespace) -> None:
-    # the hub's client reads it when it is imported
-    if Path(options.model).is_dir():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline(_settings(options, options.tasks[0], 0, 0))
     (time_all if options.time else run_all)(options)
     print(peers_table(options.results))
 

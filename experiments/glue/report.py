@@ -101,7 +101,11 @@ def _notes(comparison: Comparison) -> str:
         fitted = result["fitted"]
         peak = f"{100 * fitted['peak_bytes'] / fitted['exact_peak_bytes']:.0f} %"
         chosen.add(f"{fitted['chosen']} (measured peak {peak}) at {result['config']['budget']}")
-    clipped = sorted(share for result in results if (share := _clipped_share(result)) is not None)
+    limits = [(result["config"]["max_grad_norm"], result["steps"]["grad_norm"]) for result in results]
+    # null is a norm that was not finite
+    clipped = sorted(
+        sum(norm is None or norm > limit for norm in norms) / len(norms) for limit, norms in limits if limit
+    )
     shares = " to ".join(dict.fromkeys(f"{100 * share:.0f}" for share in (*clipped[:1], *clipped[-1:])))
     fewest = min(row.score.seeds for row in comparison.rows)
     spread = ", mean ± standard deviation over the seeds" if fewest > 1 else ""
@@ -170,14 +174,6 @@ def _dominates(first: Row, second: Row) -> bool:
     mine, others = (_EXACT_TIME if row.method == EXACT else row.step_time for row in (first, second))
     # nearly all steps of one have to be faster than nearly all of the other
     return bool(mine and others and mine.high < others.low) and first.kept_share <= second.kept_share - _SAME_SHARE
-
-
-def _clipped_share(result: dict[str, Any]) -> float | None:
-    limit, norms = result["config"]["max_grad_norm"], result["steps"]["grad_norm"]
-    if not limit:
-        return None
-    # null is a norm that was not finite
-    return sum(norm is None or norm > limit for norm in norms) / len(norms)
 
 
 def draw_figure(comparison: Comparison, path: Path) -> None:

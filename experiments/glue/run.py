@@ -1,10 +1,4 @@
-"""Run one configuration, or the whole grid of a named one: `python -m experiments.glue.run --help`.
-
-Examples:
-    python -m experiments.glue.run --method hadamard --ratio 0.2
-    python -m experiments.glue.run --config study --task mrpc --method exact --data GLUE --model MODEL
-    python -m experiments.glue.run --config demo --grid --report
-"""
+"""Run one configuration, or the whole grid of a named one: `python -m experiments.glue.run --help`."""
 
 import argparse
 import dataclasses

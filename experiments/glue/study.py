@@ -1,8 +1,5 @@
 """The study: learning rate and epochs tuned for exact layers, then every method with these, seed by seed.
 
-    HF_HUB_OFFLINE=1 python -m experiments.glue.study --data GLUE --model MODEL     # or: make study
-    ... --again mrpc-codes-8-seed0      # one run once more, whose score is printed beside the row's
-
 `configs/study.json` is a named configuration with the parts that a plain grid lacks: `tuning` has the values that exact
 is tried with (seed 0), and the choice goes to `task_settings`; the methods of `fewer_seeds` and the tasks of `last`
 have their own seeds; the methods of `at_the_end` have them too, and run last; `train_rows` cuts a task's

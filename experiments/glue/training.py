@@ -186,7 +186,6 @@ class PreparedRun:
             self.tokenizer, pad_to_multiple_of=settings.pad_multiple or None
         )
         self._data_fingerprint = fingerprints.data_fingerprint(splits)
-        self._initial_weights = fingerprints.weights_fingerprint(self.model)
 
     def _load(self, splits: DatasetDict) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
         settings, task = self.settings, self.task
@@ -236,7 +235,7 @@ class PreparedRun:
             "metrics": list(self.task.metrics),
             "model": {
                 "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-                "initial_weights_sha256": self._initial_weights,
+                "initial_weights_sha256": fingerprints.weights_fingerprint(self.model),
             },
             "data": {
                 "train_rows": len(self.splits["train"]),
@@ -269,8 +268,14 @@ class PreparedRun:
             # before the training begins, so that the measurement runs by the training's plan
             trainer.begin(conversion[0])
         gradient_noise = self._gradient_noise(trainer)
-        # of a plan, the bytes that the same step has in memory when its forward pass ends
-        kept_bytes = self._planned_bytes(trainer, conversion[0]) if is_planned else self._kept_bytes()
+        if is_planned:
+            with self._training() as batch_at:
+                self._loss(trainer)(self.model, batch_at(0))
+            assert conversion[0].planned is not None
+            # the bytes that the same step has in memory when its forward pass ends
+            kept_bytes = conversion[0].planned.plans[-1].planned.forward_bytes
+        else:
+            kept_bytes = self._kept_bytes()
         checkpoint = _last_whole_checkpoint(checkpoints)
         on_start(int(checkpoint.rpartition("-")[2]) if checkpoint else 0)
         # data order and dropout must not depend on draws of the set-up; a checkpoint brings its own random state
@@ -313,12 +318,6 @@ class PreparedRun:
             loss = self.model(**batch_at(0)).loss
         assert loss.requires_grad
         return int(kept.bytes)
-
-    def _planned_bytes(self, trainer: transformers.Trainer, callback: RMMCallback) -> int:
-        with self._training() as batch_at:
-            self._loss(trainer)(self.model, batch_at(0))
-        assert callback.planned is not None
-        return callback.planned.plans[-1].planned.forward_bytes
 
     def _loss(self, trainer: transformers.Trainer) -> Callable[[nn.Module, Any], torch.Tensor]:
         """The loss of the training: with other arguments, a model would be compiled twice."""

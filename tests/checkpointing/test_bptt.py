@@ -71,8 +71,6 @@ def train(run, name, steps, *, loss="all", needs=("inputs", "state")):
     chosen = {"all": everything, "outputs": tensors_of(outputs), "final": tensors_of(final)[:1]}[loss]
     draw = torch.Generator().manual_seed(5)
     total = sum((part * torch.randn(part.shape, generator=draw)).sum() for part in chosen)
-    if loss == "last output":
-        total = tensors_of(outputs)[0][-1].square().sum()
     total.backward()
     gradients = [parameter.grad for parameter in cell.parameters()]
     gradients += [inputs.grad, *(leaf.grad for leaf in tensors_of(state))]
