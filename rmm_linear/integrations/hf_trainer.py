@@ -180,11 +180,13 @@ class RMMCallback(TrainerCallback):
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
         self._planned: PlannedStep | None = None
+        self._trainer: Trainer | None = None
         self._loss: FittedLoss | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # the results of a training belong to its model: a copied callback converts, measures and plans another model
-        return {**vars(self), "_converted": None, "_measurement": None, "_planned": None, "_loss": None}
+        of_model = ("_converted", "_measurement", "_planned", "_trainer", "_loss")
+        return vars(self) | dict.fromkeys(of_model)
 
     @property
     def _plans(self) -> bool:
@@ -338,12 +340,13 @@ class RMMCallback(TrainerCallback):
             raise ValueError("fit needs the batches of a Trainer; without one, call rmm_linear.fit(model, batch)")
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # an earlier training run failed before `on_train_end`
-            if self._loss is not None and trainer is not None and self._loss.replaces_in(trainer):
+            if trainer is self._trainer:
                 return
             remove_checkpointing(model)
         if self._loss is not None:
             self._loss.remove()
         refuse_planned(model)
+        self._trainer = trainer
         if self._options is not None:
             self._planned = PlannedStep(model._call_impl, model, self._options, fullgraph=False)
             model._compiled_call_impl = self._planned

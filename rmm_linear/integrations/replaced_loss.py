@@ -14,10 +14,6 @@ class ReplacedLoss:
         self._own_loss = self._attributes.get("compute_loss")
         self._attributes["compute_loss"] = self
 
-    def replaces_in(self, trainer: Trainer) -> bool:
-        """Tell whether it was made for a trainer."""
-        return self._attributes is vars(trainer)
-
     def remove(self) -> None:
         """Restore the former loss, in the trainer or in a later replacement."""
         later = self._attributes.get("compute_loss")
