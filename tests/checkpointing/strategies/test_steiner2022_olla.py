@@ -50,16 +50,16 @@ def _run_in(arena, alive, graph, order):
 
 
 @pytest.mark.parametrize(
-    "graph",
+    ("graph", "most"),
     [
-        residual_chain(6),
-        with_backward(u_shape(4)),
-        with_backward(star(6)),
-        pytest.param(random_layers(40, seed=1), marks=pytest.mark.slow),
+        (residual_chain(6), 1.01),
+        (with_backward(u_shape(4)), 1.01),
+        (with_backward(star(6)), 1.01),
+        pytest.param(random_layers(40, seed=1), 1.03, marks=pytest.mark.slow),
     ],
     ids=["residual", "U", "star", "layers"],
 )
-def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
+def test_an_arena_holds_every_storage_whole_until_its_last_read(graph, most):
     orders = [range(len(graph.ops)), least_peak_order(graph, time_limit_s=2)[0]]
     peak = peak_and_cost(graph, orders[0])[0]
     # a schedule that computes twice has storages with several lifetimes
@@ -68,7 +68,7 @@ def test_an_arena_holds_every_storage_whole_until_its_last_read(graph):
         alive = lifetimes(graph, order)
         arena = arena_for(alive)
         _run_in(arena, alive, graph, order)
-        assert arena.size_bytes <= 1.01 * peak
+        assert arena.size_bytes <= most * peak
         assert arena.size_bytes >= peak_and_cost(graph, order)[0]
 
 
