@@ -435,7 +435,9 @@ class _Reading:
             writes=writes,
             temporary_bytes=temporary_bytes,
             is_backward=is_backward,
+            # an op without results is a check, which may raise
             is_recomputable=is_worth_it
+            and node.meta["val"] is not None
             and namespace not in COLLECTIVES
             and (isinstance(target, OpOverload) or target in _UPDATES_BUFFERS)
             and not (reads_updated and target not in _UPDATES_BUFFERS),

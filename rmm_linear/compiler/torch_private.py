@@ -228,6 +228,19 @@ def decompositions(*, of_random_ops: bool = False) -> dict[Any, Callable[..., An
     return {op: made for op, made in table.items() if not of_random_ops or random in getattr(op, "tags", ())}
 
 
+@contextmanager
+def checks_are_ops() -> Iterator[None]:
+    """Trace the checks of linear algebra (`solve`, `inv`, `cholesky`) as ops that stay in a graph.
+
+    From torch 2.13 on, a trace threads tokens through them, which are neither arguments nor results of the step.
+    """
+    check = torch.ops.aten._linalg_check_errors.default
+    effect = require(torch._library.simple_registry.singleton.find(check._name), "effect")
+    kept = require(fx.node, "_side_effectful_functions") | {check}
+    with mock.patch.object(effect, "_effect", None), mock.patch.object(fx.node, "_side_effectful_functions", kept):
+        yield
+
+
 def draw_by_seeds(joint: fx.GraphModule) -> None:
     """Let random ops of a joint graph draw by seeds, and clear it of ops without effect, as Inductor does.
 

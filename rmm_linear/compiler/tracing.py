@@ -29,6 +29,7 @@ from rmm_linear.compiler.torch_private import (
     OpOverloadPacket,
     aot_export_joint_with_descriptors,
     aot_options,
+    checks_are_ops,
     compile_lock,
     decompositions,
     draw_by_seeds,
@@ -322,10 +323,14 @@ def _joint_graph(function: _Function, backward_autocast: Autocast, *, draws_by_s
         if not draws_by_seeds:
             stack.enter_context(_as_eager_runs_it())
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(checks_are_ops())
         stack.enter_context(aot_options(backward_pass_autocast=states or "off"))
         stack.enter_context(fx.traceback.preserve_node_meta())
         table = decompositions(of_random_ops=True) if draws_by_seeds else None
         joint = aot_export_joint_with_descriptors(stack, function, function.inputs, decompositions=table).graph_module
+    for node in joint.graph.nodes:
+        # checks return nothing
+        node.meta.setdefault("val", None)
     if draws_by_seeds:
         draw_by_seeds(joint)
     is_changed = not draws_by_seeds and _draw_as_memory_lies(joint)

@@ -328,6 +328,29 @@ def test_what_reads_a_buffer_before_its_update_is_not_computed_after_it():
     assert runs(model) == 3
 
 
+@pytest.mark.parametrize("check", ["cholesky", "solve", "assert"])
+def test_checks_without_results_raise_as_in_eager_mode(check):
+    def run(it, x):
+        h = x + it.down(F.gelu(it.up(x)))
+        square = h.T @ h
+        if check == "assert":
+            torch._assert_async(x.abs().sum() > 0, "x is zero")
+        elif check == "solve":
+            square = torch.linalg.solve(square, h.T @ x)
+        else:
+            square = torch.linalg.cholesky(square)
+        return it.down(F.gelu(it.up(h @ square))).square().mean()
+
+    x = torch.randn(160, 8)
+    parts = {"up": nn.Linear(8, 32, bias=False), "down": nn.Linear(32, 8, bias=False)}
+    model, reference = planned_and_plain(ModelOf(run, **parts), (x,), "80%", strategy="auto")
+    assert_same_step(model, reference, x)
+    for each in (model, reference):
+        with pytest.raises(RuntimeError, match="linalg|x is zero"):
+            each(torch.zeros_like(x))
+    assert runs(model) == 2
+
+
 def test_views_are_made_once_a_pass_and_go_with_their_storages():
     def loop_over_parts(it, x):
         hidden = x.new_zeros(4)
