@@ -17,6 +17,7 @@ from model_of import ModelOf, linears
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.compiler import plans, rewrites
 from rmm_linear.compiler.rewrites import activations, attention, choice, code_step, norms
@@ -614,6 +615,18 @@ def test_what_is_not_finite_is_not_finite_in_the_gradients(bad):
         x[3, 5] = bad
         found = gradients(model, compiled(model, bits=8), x)
         assert not found["after.weight"].isfinite().all()
+
+
+def test_a_block_in_a_checkpoint_has_codes():
+    # nothing is known of the functions yet
+    activations._compared.cache_clear()
+    model, x = Net(nn.GELU()), torch.randn(ROWS, WIDTH)
+    run = compiled(model, bits={"activation": 8})
+    exact = gradients(model, model, x)
+    found = gradients(model, partial(checkpoint, run, use_reentrant=False), x)
+    assert plans(model)[0].coding.coded
+    error = (found["before.weight"] - exact["before.weight"]).norm() / exact["before.weight"].norm()
+    assert 0 < error < 0.05
 
 
 def test_bits_that_are_none_are_refused():

@@ -304,8 +304,9 @@ def _compared(function: Function, bits: int, tail: float) -> Limits:
 
 
 def _unsmoothed(function: Function, v: Tensor, steps: Tensor, gradient: Tensor | None, cube: float) -> Tensor:
-    # anomaly mode looks for NaN in contents, which fake tensors do not have
-    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+    # anomaly mode looks for NaN in contents, which fake tensors do not have; a checkpoint's hooks count what is saved
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.enable_grad(), torch.autograd.set_detect_anomaly(False), hooks:
         u = codes.straight(v, cube).detach().requires_grad_()
         value = function(u, gradient)
         slope = _derivative(value, u, steps)
