@@ -173,6 +173,7 @@ class Group:
         is_compiled: Whether the executor "inductor" compiles steps. If not, each op runs once.
         loss_alone: As in `Options`, until a gradient arrives at another result.
         runs: How many planned forward passes ran.
+        has_checked_codes: Whether a whole step was searched for tensors that bits code.
     """
 
     def __init__(self, options: Options, on_failure: Callable[[CaptureError], None] | None = None) -> None:
@@ -183,6 +184,7 @@ class Group:
         self.loss_alone = options.loss_alone
         self.graphs: weakref.WeakSet[PlannedGraph] = weakref.WeakSet()
         self.runs = 0
+        self.has_checked_codes = False
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> "PlannedGraph":
         """Take a graph of Dynamo over. The example inputs are not used: it is captured when it first runs."""
@@ -287,7 +289,7 @@ class PlannedGraph:
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()
-        self._has_told_of_calls = self._has_told_of_numbers = False
+        self._has_told_of_calls = self._has_told_of_numbers = self._has_run = False
         self._peers = 0
         # such ops count from the beginning of the memory, not of the tensor
         self._reads_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
@@ -335,6 +337,7 @@ class PlannedGraph:
                     self._compile(variant, arguments, tensors)
         self._group.runs += 1
         self._tell_of_calls()
+        self._tell_of_exact_tensors()
         assert variant.runner is not None
         return tuple(variant.runner(arguments))
 
@@ -376,6 +379,29 @@ class PlannedGraph:
             " passes in one step): a budget in bytes is for each of its runs",
             stacklevel=2,
         )
+
+    def _tell_of_exact_tensors(self) -> None:
+        """Warn where bits code nothing: when a graph runs once more, for then all graphs of the step are planned."""
+        if not self._has_run or self._group.has_checked_codes:
+            self._has_run = True
+            return
+        self._group.has_checked_codes = True
+        bits = Bits.of(self._group.options.bits)
+        coded = {tensor.name for variant in self._group.variants() for tensor in variant.capture.coding.coded}
+        missing = sorted((bits.only or frozenset()) - coded)
+        if missing:
+            warnings.warn(
+                f'{len(missing)} of {len(bits.only or ())} tensors that "only" names are not coded, such as'
+                f" {missing[0]!r}: they have too few rows, or are of another model, version, dtype or executor",
+                stacklevel=2,
+            )
+        elif bits != Bits() and not coded:
+            warnings.warn(
+                "no tensor of the step is coded: a code is for a tensor of the given kinds that is kept for the"
+                " backward pass alone, has 128 rows or more in float32, bfloat16 or float16, and is read by neither"
+                " convolutions nor unknown ops",
+                stacklevel=2,
+            )
 
     def _forget_old_shares(self) -> None:
         """Plan anew where a budget in bytes is shared with graphs that came later."""
@@ -434,7 +460,6 @@ class PlannedGraph:
             return None
         if not self._group.capture_only:
             capture = replace(capture, rewritten=None)
-            self._warn_of_exact_tensors(capture)
         elif self._group.is_compiled:
             eager_bytes = eager_peak_of(self._module, arguments, loss_alone=capture.takes_loss_alone)
             capture = replace(capture, eager_peak_bytes=eager_bytes)
@@ -451,24 +476,6 @@ class PlannedGraph:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors if not isinstance(t, nn.Parameter))
         _logger.info("planned a graph for arguments of shapes %s in %.1f s", shapes, time.monotonic() - began)
         return Variant(capture, plan)
-
-    def _warn_of_exact_tensors(self, capture: Capture) -> None:
-        bits, coded = Bits.of(self._group.options.bits), {tensor.name for tensor in capture.coding.coded}
-        missing = sorted((bits.only or frozenset()) - coded)
-        if missing:
-            warnings.warn(
-                f'{len(missing)} of {len(bits.only or ())} tensors that "only" names are not coded in this graph, such'
-                f" as {missing[0]!r}: they have too few rows, or are of another model, version, dtype or executor",
-                stacklevel=2,
-            )
-        elif bits != Bits() and not any(
-            each.coding.coded for each in (capture, *(variant.capture for variant in self._group.variants()))
-        ):
-            warnings.warn(
-                "no tensor of this graph is coded: codes are for tensors of 128 rows or more, in float32, bfloat16 or"
-                " float16, that neither convolutions nor unknown ops read",
-                stacklevel=2,
-            )
 
     def _compile(self, variant: Variant, arguments: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         made = self._compiled(variant, tensors)
