@@ -180,7 +180,7 @@ class RMMCallback(TrainerCallback):
         self.promised_bytes: int | None = None
         self.monitor: VarianceMonitor | None = None
         self._planned: PlannedStep | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: weakref.ref[Trainer] | None = None
         self._loss: FittedLoss | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,13 +340,13 @@ class RMMCallback(TrainerCallback):
             raise ValueError("fit needs the batches of a Trainer; without one, call rmm_linear.fit(model, batch)")
         if self.planned is not None and model._compiled_call_impl is self.planned:
             # an earlier training run failed before `on_train_end`
-            if trainer is self._trainer:
+            if self._trainer is not None and self._trainer() is trainer:
                 return
             remove_checkpointing(model)
         if self._loss is not None:
             self._loss.remove()
         refuse_planned(model)
-        self._trainer = trainer
+        self._trainer = None if trainer is None else weakref.ref(trainer)
         if self._options is not None:
             self._planned = PlannedStep(model._call_impl, model, self._options, fullgraph=False)
             model._compiled_call_impl = self._planned

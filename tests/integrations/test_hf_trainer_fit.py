@@ -1,5 +1,7 @@
 """`RMMCallback(fit=...)`: the model is fitted to the trainer's first batch, and trains as it would have."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -126,6 +128,14 @@ def test_after_a_training_that_failed_the_next_one_runs_by_its_plan(tmp_path, ca
     assert capsys.readouterr().out.count("fit: exact: peak") == ("fit" in options)
     assert not is_planned(trainer.model)
     assert "compute_loss" not in vars(trainer)
+
+
+def test_a_callback_keeps_no_trainer_alive_with_its_optimizer(tmp_path):
+    callback = RMMCallback(compile={"budget": "100%", "executor": "exact"})
+    trainer = weakref.ref(trained(tmp_path, callback, examples=8, model=make_model(layers=1)))
+    gc.collect()
+    assert trainer() is None
+    assert callback.planned.planned_runs == 4
 
 
 @pytest.mark.parametrize("options", [WHOLE, {"compile": {"budget": "100%", "executor": "exact"}}], ids=str)
