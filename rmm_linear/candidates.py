@@ -218,7 +218,7 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: Loss | None) -> Tensor:
 
 
 def noise_on(model: nn.Module, parts: Sequence[Any], loss_fn: Loss | None, limit: float) -> StepNoise:
-    """Measure the noise of a model's steps on parts of a sample; on half of them if it is less than a tenth of a limit.
+    """Measure the noise of a model's steps on parts of a sample; on four if it is less than a tenth of a limit there.
 
     Raises:
         NotMeasurableError: If the gradients are not finite.

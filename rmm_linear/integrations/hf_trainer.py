@@ -92,10 +92,11 @@ class RMMCallback(TrainerCallback):
 
     With `fit`, the model is fitted (`rmm_linear.fit`) to the first training batch, with the loss that the trainer
     computes, and the first line of the plan is printed. Batches of other shapes get plans of as many bytes; a batch
-    without such a plan is fitted itself. A resumed run is fitted anew. With `monitor`, the noise of codes and sketches
-    is measured on a batch at that interval of (micro-)batches (`rmm_linear.fitting.Fit.measure`), and logged as
-    `rmm/noise_ratio`; if it exceeds `noise`, the model is fitted anew, to that batch. Processes that train together
-    (DDP) are refused: call `fit` in a separate process, and pass its `options` as `compile` in all training processes.
+    without such a plan is fitted itself. A resumed run is fitted anew, except by the trainer whose run failed. With
+    `monitor`, the noise of codes and sketches is measured on a batch at that interval of (micro-)batches
+    (`rmm_linear.fitting.Fit.measure`), and logged as `rmm/noise_ratio`; if it exceeds `noise`, the model is fitted
+    anew, to that batch. Processes that train together (DDP) are refused: call `fit` in a separate process, and pass its
+    `options` as `compile` in all training processes.
 
     Examples:
         >>> from rmm_linear import RMMCallback

@@ -77,7 +77,7 @@ def measured_until(
     loss_fn: Callable[[nn.Module, Any], Tensor] | None,
     is_enough: Callable[[StepNoise], bool],
 ) -> StepNoise:
-    """Measure as `measure_step_noise` does; leave out the batches after the first four or more that are enough."""
+    """Measure as `measure_step_noise` does; stop after the first four or more batches that are enough."""
     if len(batches) < _LEAST_BATCHES:
         raise ValueError(f"{len(batches)} batches leave no standard error: pass at least {_LEAST_BATCHES}")
     products, minibatch, step = [], [], []

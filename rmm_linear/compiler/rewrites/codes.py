@@ -134,7 +134,7 @@ def encode_with_tail(
     numbers = []
     for part, drawn in zip(in_parts(x.to(torch.float32), bits), in_parts(dither(x.shape, key), bits), strict=True):
         within = _rounded(curved(part.clamp(-tail, tail), cube), steps, drawn, half)
-        # one draw for both: their errors have opposite signs, and each has no mean
+        # one draw for both: their errors have opposite signs, and each has the mean 0
         has_excess = part.clamp_min(tail) - tail > (0.5 - drawn) * most
         numbers.append(within + torch.where(has_excess, 2.0, 0.0))
     return pack(numbers, bits), steps, most
