@@ -107,7 +107,9 @@ class _Input:
             readers[1:] = [reader for reader in readers[1:] if reader() is not None] + [own]
         found = self.groups.get(key)
         shared, members = (None, []) if found is None else (found[0](), found[1])
-        if _is_of_use(shared) and not any(_are_one(member(), layer) for member in members):
+        if _is_of_use(shared) and not any(
+            member() is layer or getattr(member(), "weight", None) is layer.weight for member in members
+        ):
             # likewise, members may be deleted while a graph keeps the sketch
             members[:] = [member for member in members if member() is not None]
             members.append(own)
@@ -117,10 +119,6 @@ class _Input:
         shared = SharedSketch()
         self.groups[key] = weakref.ref(shared), [own]
         return shared
-
-
-def _are_one(member: nn.Module | None, layer: nn.Module) -> bool:
-    return member is layer or (member is not None and getattr(member, "weight", None) is layer.weight)
 
 
 def _is_of_use(group: SharedSketch | None) -> TypeGuard[SharedSketch]:

@@ -397,9 +397,8 @@ class PlannedGraph:
             )
         elif bits != Bits() and not coded:
             warnings.warn(
-                "no tensor of the step is coded: a code is for a tensor of the given kinds that is kept for the"
-                " backward pass alone, has 128 rows or more in float32, bfloat16 or float16, and is read by neither"
-                " convolutions nor unknown ops",
+                "no tensor of the step is coded: codes are for tensors of the given kinds that only the backward pass"
+                " keeps, with 128 rows or more in float32, bfloat16 or float16, and that no unknown op reads",
                 stacklevel=2,
             )
 

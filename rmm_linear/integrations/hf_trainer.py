@@ -186,8 +186,7 @@ class RMMCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         # the results of a training belong to its model: a copied callback converts, measures and plans another model
-        of_model = ("_converted", "_measurement", "_planned", "_trainer", "_loss")
-        return vars(self) | dict.fromkeys(of_model)
+        return vars(self) | dict.fromkeys(("_converted", "_measurement", "_planned", "_trainer", "_loss"))
 
     @property
     def _plans(self) -> bool:

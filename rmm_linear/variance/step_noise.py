@@ -109,9 +109,8 @@ def measured_until(
 
 
 def _product(first: Tensor, second: Tensor) -> float:
-    """Return the real part of an inner product, computed in float32 at the least; torch sums in pairs."""
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    return float((first.to(dtype).conj() * second.to(dtype)).sum().real)
+    double = first.to(torch.promote_types(first.dtype, torch.float64))
+    return float((double.conj() * second).sum().real)
 
 
 def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor] | None) -> dict[str, Tensor]:

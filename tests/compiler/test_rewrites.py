@@ -459,7 +459,7 @@ def test_few_rows_and_float64_stay_exact_with_a_warning():
     ):
         exact, run = gradients(model, model, x), compiled(model, bits=4)
         gradients(model, run, x)
-        with pytest.warns(UserWarning, match="no tensor of the step is coded: a code is for a tensor of the given"):
+        with pytest.warns(UserWarning, match="no tensor of the step is coded: codes are for tensors of the given"):
             found = gradients(model, run, x)
         for name in found:
             torch.testing.assert_close(found[name], exact[name])
