@@ -110,7 +110,7 @@ class CoopRun(OnlineRun):
         is_low = graph.ops[op].cost > self._cost_per_byte * sum(map(graph.sizes.__getitem__, graph.ops[op].writes))
         for index, size in sizes.items():
             while size and not self.arena.place(index, size, is_low=is_low):
-                evicted = self.arena.cheapest_window(size, self._price)
+                evicted = self._to_evict(size)
                 if evicted is None:
                     return False
                 for each in evicted:
@@ -118,6 +118,9 @@ class CoopRun(OnlineRun):
         if sizes[_TEMPORARY]:
             self.arena.free(_TEMPORARY)
         return True
+
+    def _to_evict(self, size_bytes: int) -> list[int] | None:
+        return self.arena.cheapest_window(size_bytes, self._price)
 
     def _may_go(self, index: int) -> bool:
         # a storage that an op writes again keeps its place
