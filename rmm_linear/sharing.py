@@ -107,9 +107,7 @@ class _Input:
             readers[1:] = [reader for reader in readers[1:] if reader() is not None] + [own]
         found = self.groups.get(key)
         shared, members = (None, []) if found is None else (found[0](), found[1])
-        if _is_of_use(shared) and not any(
-            member() is layer or getattr(member(), "weight", None) is layer.weight for member in members
-        ):
+        if _is_of_use(shared) and not any(getattr(member(), "weight", None) is layer.weight for member in members):
             # likewise, members may be deleted while a graph keeps the sketch
             members[:] = [member for member in members if member() is not None]
             members.append(own)

@@ -95,8 +95,6 @@ def measured_until(
                     by_parameter.setdefault(name, []).append(variance)
             (a, b), (c, d) = draws
             minibatch.append(sum(_product(a[name] - c[name], b[name] - d[name]) for name in a) / 2)
-            if len(step) < _LEAST_BATCHES:
-                continue
             noise = StepNoise(
                 gradient_squared=statistics.fmean(products),
                 step=_measured(step),
@@ -129,6 +127,6 @@ def gradient_of(model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any]
 
 def _measured(values: Sequence[float]) -> Measured:
     mean = statistics.fmean(values)
-    # statistics.stdev fails for values that are not finite
-    deviation = statistics.stdev(values) if math.isfinite(mean) else math.nan
+    # statistics.stdev fails for values that are not finite, and for one value
+    deviation = statistics.stdev(values) if math.isfinite(mean) and len(values) > 1 else math.nan
     return Measured(mean, deviation / len(values) ** 0.5, len(values))

@@ -94,8 +94,7 @@ def test_a_batch_that_the_model_does_not_take_is_one_line(folder, refused):
 @pytest.mark.slow
 def test_the_program_runs_by_itself(folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["kernels", *sys.path])}
-    program = [sys.executable, "-c", "import sys; from rmm_linear.cli import main; sys.exit(main())"]
-    command = [*program, "profile", folder / "bare", "--batch", "2", "--seq", "16"]
+    command = [sys.executable, "-m", "rmm_linear.cli", "profile", folder / "bare", "--batch", "2", "--seq", "16"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "BertModel keeps" in done.stdout

@@ -1,5 +1,9 @@
 """The contract as a tool: what it needs, and what it says to someone who uses it wrongly."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from sketch_contract import SketchContract
 
@@ -49,3 +53,22 @@ def test_a_failure_names_the_case():
 
     with pytest.raises(AssertionError, match="1 rows, ratio 0.01, seed 0: the gradient differs"):
         Contract().test_gradient_is_the_product_with_dense()
+
+
+def test_subclasses_share_no_results():
+    """The draws of one contract are not another's, not even a subclass's."""
+    assert len({id(owner._estimates) for owner in (SketchContract, Few, FewGaussians)}) == 3
+
+
+def test_neither_the_library_nor_the_contract_needs_pytest():
+    code = (
+        "import sys\n"
+        "sys.modules['pytest'] = None\n"
+        "import rmm_linear\n"
+        "print('sketch_contract' in sys.modules)\n"
+        "from sketch_contract import SketchContract\n"
+        "print(len(SketchContract.montecarlo))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "3"], done.stderr

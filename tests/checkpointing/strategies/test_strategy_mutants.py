@@ -1,4 +1,4 @@
-"""Planners with a mistake, each of which the contract has to catch."""
+"""Planners with a mistake, each of which the contract has to catch; and a perfect one, which has to pass."""
 
 import random
 
@@ -6,9 +6,10 @@ import pytest
 from strategy_contract import StrategyContract
 
 from rmm_linear.errors import InfeasibleBudgetError
+from rmm_linear.planning.oracle import cheapest_order, leanest_order
 from rmm_linear.planning.schedule import Schedule, Step
-from rmm_linear.planning.simulate import Proposal
-from rmm_linear.planning.strategies.base import choose
+from rmm_linear.planning.simulate import Proposal, peak_and_cost
+from rmm_linear.planning.strategies.base import Strategy, choose
 from rmm_linear.planning.strategies.chen2016_sqrt import ChenSqrt
 
 CHECKS = tuple(name for name in dir(StrategyContract) if name.startswith("test_"))
@@ -22,6 +23,21 @@ SAME = "test_deterministic"
 LEAST = "test_infeasible_budget_names_the_least_feasible_one"
 MISTAKE = "test_a_budget_that_is_no_number_of_bytes_is_refused"
 JSON = "test_schedules_survive_json"
+
+
+class Exhaustive(Strategy):
+    """Every order there is: what no planner can beat."""
+
+    name = "all orders"
+    claims_optimal = True
+
+    def orders(self, graph):
+        peak = peak_and_cost(graph, range(len(graph.ops)))[0]
+        least = leanest_order(graph).peak_bytes
+        while peak >= least:
+            best = cheapest_order(graph, peak)
+            yield best.order
+            peak = best.peak_bytes - 1
 
 
 def over_budget(self, graph, budget_bytes):
@@ -107,6 +123,11 @@ def test_the_contract_catches(name):
 
 def test_every_check_catches_some_mutant():
     assert set().union(*(checks for _, checks in MUTANTS.values())) == set(CHECKS)
+
+
+@pytest.mark.slow
+def test_the_search_over_all_orders_passes_and_is_optimal():
+    assert failing(Exhaustive) == set()
 
 
 def test_the_strategy_that_the_mutants_are_made_of_passes():
