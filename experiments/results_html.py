@@ -14,6 +14,7 @@ body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 
 table { border-collapse: collapse; font-size: 14px; display: block; overflow-x: auto }
 th, td { border-bottom: 1px solid #ccc; padding: .2em .6em; text-align: left; min-width: 4em }
 pre, code { background: #f4f4f4 }
+pre { white-space: pre-wrap }
 img { max-width: 100% }
 """
 
