@@ -40,8 +40,11 @@ from rmm_linear.compiler.torch_private import (
 )
 from rmm_linear.errors import CaptureError
 
-# Prefixes of Dynamo's names of modules and parameters: the function's argument, or the method's object.
-_ROOT = re.compile(r"^[LG]\['[^']*'\](\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?")
+# Dynamo's names begin with a function's argument or a method's object, and may read a module's dicts (`__getattr__`).
+_NO_NAME = re.compile(
+    r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents|\.__self__|\._orig_mod)*\.?"
+    r"|\b(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']*)'\]"
+)
 # Batch norms -> the place of the argument whose layout is that of the first result
 _BATCH_NORMS = {
     torch.ops.aten.native_batch_norm.default: 0,
@@ -415,10 +418,8 @@ def _on_cpu(module: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
 
 
 def _name(placeholder: fx.Node) -> str:
-    source = getattr(placeholder, "_dynamo_source", None)
-    name = getattr(source, "name", placeholder.name)
-    name = _ROOT.sub("", name() if callable(name) else name)
-    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", f".{name}").lstrip(".") or placeholder.name
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", placeholder.name)
+    return _NO_NAME.sub(r"\1", name() if callable(name) else name) or placeholder.name
 
 
 def _blocks(joint: fx.GraphModule) -> dict[fx.Node, str]:
@@ -426,7 +427,7 @@ def _blocks(joint: fx.GraphModule) -> dict[fx.Node, str]:
     for node in joint.graph.nodes:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
         path = next(reversed(stack.values()))[0] if stack else ""
-        found[node] = _ROOT.sub("", path)
+        found[node] = _NO_NAME.sub(r"\1", path)
     return found
 
 

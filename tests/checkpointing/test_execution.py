@@ -539,6 +539,32 @@ def test_wrong_schedules_and_second_calls_are_named():
         planned(planned(model, X), X)
 
 
+class WithGetattr(nn.Module):
+    """Dynamo reads such a module's children from its dicts; models of diffusers are such modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.scale
+        return x.sum()
+
+
+@pytest.mark.parametrize("outer", ["", "inner."])
+def test_blocks_of_a_module_with_a_getattr_have_their_names(outer):
+    model = ModelOf(lambda it, x: it.inner(x), inner=WithGetattr()) if outer else WithGetattr()
+    plan = checkpoint_model(model, torch.randn(4, 8), budget="100%", strategy="chen2016_sqrt")
+    assert {f"{outer}blocks.0", f"{outer}blocks.1"} <= set(plan.by_block())
+    assert not any("_modules" in name for name in plan.by_block())
+    assert f"{outer}scale" in model._compiled_call_impl.group.variants()[-1].capture.names
+
+
 def test_a_plan_prints_what_it_keeps_by_block():
     plan = checkpoint_model(in_blocks(), X, budget="70%", strategy="chen2016_sqrt")
     text = str(plan)
