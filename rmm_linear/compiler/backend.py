@@ -345,14 +345,15 @@ class PlannedGraph:
         """Tell whether the graph is of a model or function; see `plans`."""
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}
-            return any(id(parameter) in own for parameter in self._parameters.values())
+            # behind a graph break there may be no parameter
+            graphs = [self] if self._parameters else self._group.graphs
+            return any(id(parameter) in own for graph in graphs for parameter in graph._parameters.values())
         function = getattr(target, "_torchdynamo_orig_callable", target)
         code = getattr(getattr(function, "__func__", function), "__code__", None)
-        if code is None:
-            return False
+        place = code and (code.co_filename, code.co_name)
         traces = (node.stack_trace or "" for node in self._module.graph.nodes)
         frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
-        return any(frame and (frame[1], frame[2]) == (code.co_filename, code.co_name) for frame in frames)
+        return any(frame and (frame[1], frame[2]) == place for frame in frames)
 
     def _tell_of_numbers(self, key: Any) -> None:
         """Warn where each value of a number takes a plan of its own."""
@@ -407,10 +408,9 @@ class PlannedGraph:
         if self._is_budget_relative():
             return
         peers = len({graph.frame for graph in self._group.graphs if graph.variants or graph is self})
-        if peers != self._peers:
-            if self._peers:
-                self.variants.clear()
-            self._peers = peers
+        if self._peers not in (0, peers):
+            self.variants.clear()
+        self._peers = peers
 
     def _is_budget_relative(self) -> bool:
         options = self._group.options

@@ -167,6 +167,22 @@ def test_a_small_graph_beside_a_break_is_planned_for_its_least(is_last):
         torch.compile(model, backend="rmm_linear", options=exact(1000))(X)
 
 
+def test_a_graph_without_a_parameter_has_a_plan_of_the_model_before_it():
+    model, other = Net(), Net()
+
+    def step(x, model):
+        result = model(x)
+        torch._dynamo.graph_break()
+        return (result.tanh() * result.exp()).sum()
+
+    run, run_other = (torch.compile(step, backend="rmm_linear", options=exact("100%")) for _ in range(2))
+    run(X, model).backward()
+    assert len(plans(model)) == 2
+    assert plans(other) == []
+    run_other(X, other).backward()
+    assert len(plans(model)) == len(plans(other)) == 2
+
+
 def test_one_graph_has_a_plan_for_each_length():
     model, options = Net(), exact("100%", strategy="chen2016_sqrt")
     batches = [X[:rows].clone() for rows in (64, 48, 40, 48, 64)]
