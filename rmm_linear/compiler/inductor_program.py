@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rmm_linear.compiler.costs import is_product
 from rmm_linear.compiler.exact_program import Part, Program
-from rmm_linear.compiler.fake_memory import memories_of
+from rmm_linear.compiler.fake_memory import memories_of, tensors_of
 from rmm_linear.compiler.joint_graph import Capture, dense_copy
 from rmm_linear.compiler.measuring import is_measurable, measured_peak_bytes
 from rmm_linear.compiler.torch_private import compile_by_inductor, decompositions, fake_mode_of
@@ -42,6 +42,7 @@ _MUCH_MORE = 1.05
 # Most ops of a window. Inductor fuses fewer into a kernel.
 _MOST_OPS = 512
 _STEP = "rmm_linear.step"
+_COUNTING = (torch.ops.prims.iota.default, torch.ops.aten.select.int, torch.ops.aten.add.Tensor)
 
 
 def program_within(
@@ -120,6 +121,7 @@ def compiled_program(
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]
     _realize(joint)
+    _count_once(joint)
     return _halves(capture, joint, cut)
 
 
@@ -281,6 +283,20 @@ def _realize(joint: fx.GraphModule) -> None:
             for source in node.all_input_nodes:
                 is_made = source.op == "call_function" and isinstance(source.meta["val"], Tensor)
                 source.meta["inductor_realize_to_strides"] = is_made
+
+
+def _count_once(joint: fx.GraphModule) -> None:
+    """Compute int32 numbers that count columns once in a window: C++ counts the numbers of a vector one by one."""
+    first: dict[Any, fx.Node] = {}
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if node.target not in _COUNTING or value.dtype != torch.int32 or value.device.type != "cpu":
+            continue
+        known = first.setdefault((node.target, node.args, str(node.kwargs), node.meta["window"]), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+        elif any(tensor.numel() > value.numel() for user in node.users for tensor in tensors_of(user)):
+            node.meta["inductor_realize_to_strides"] = True
 
 
 def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> Program:

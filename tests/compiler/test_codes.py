@@ -144,7 +144,7 @@ def test_the_dithers_of_two_keys_have_no_more_numbers_in_common_than_chance_has(
     size = 1 << 20
     # seeds that have the upper half of their bits in common
     keys = [(0, 0), (0, 1), (217, 0), (12345, 0), (1242938714, 0)]
-    streams = [dither((size,), draw_keys(torch.tensor(seed), 2)[place]) for seed, place in keys]
+    streams = [(2**24 * dither((size,), draw_keys(torch.tensor(seed), 2)[place])).round() for seed, place in keys]
     ordered = [stream.sort().values for stream in streams]
     for place, first in enumerate(streams):
         for second in ordered[place + 1 :]:

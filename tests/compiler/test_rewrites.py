@@ -280,7 +280,7 @@ def test_gradients_are_near_the_exact_gradients_far_from_zero(function, bits):
         coded = gradients(model, compiled(model, bits=bits), x)
     assert [tensor.kind for tensor in plans(model)[0].coding.coded] == ["activation"]
     for name, gradient in coded.items():
-        assert (gradient - exact[name]).norm() < {8: 0.05, 4: 0.2}[bits] * exact[name].norm()
+        assert (gradient - exact[name]).norm() < {8: 0.06, 4: 0.2}[bits] * exact[name].norm()
 
 
 def test_scores_of_attention_are_said_to_be_biased():

@@ -199,17 +199,19 @@ def draw_keys(seed: Tensor, count: int) -> Tensor:
 
 
 def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
-    """Draw float32 numbers that are uniform in [-1/2, 1/2), on a grid of 2^24 that is symmetric.
+    """Draw float32 numbers that are uniform in [-1/2, 1/2].
 
     The number of the element is mixed with one part of the key, a row of `draw_keys`, before a hash, and with the other
     one within it: two keys give two permutations, of which neither is the other one in another order.
     """
     first, second = key[0], key[1]
-    # a product of the bare number would be part of a loop's index, which must not overflow in C++
-    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=key.device).view(shape) ^ first
+    columns, rows = shape[-1], math.prod(shape[:-1])
+    # of a row, and of a column: Inductor computes the latter once
+    begin = (torch.arange(rows, dtype=torch.int32, device=key.device) * columns).view(*shape[:-1], 1)
+    bits = begin + (torch.arange(columns, dtype=torch.int32, device=key.device) + first)
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
     bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
-    return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    return bits.to(torch.float32) * 2.0**-32
 
 
 def _mixed(half: Tensor) -> Tensor:
