@@ -277,7 +277,8 @@ class _Writer:
         for name, value in node.kwargs.items():
             text = self._argument(value)
             arguments.append(f"**{{{name!r}: {text}}}" if keyword.iskeyword(name) else f"{name}={text}")
-        function = _reshaped if self._sources[node] and node.target in _VIEWS else node.target
+        # a gradient in another layout than the sample's may have to be copied here, as in the plain pass
+        function = torch.reshape if self._sources[node] and node.target in _VIEWS else node.target
         return f"{self._constant(function)}({', '.join(arguments)})"
 
     def _value(self, node: fx.Node) -> str:
@@ -336,11 +337,6 @@ def sources_of(capture: Capture) -> dict[fx.Node, set[int]]:
     for node in capture.module.graph.nodes:
         found[node] = places.get(node, set()).union(*(found[source] for source in node.all_input_nodes))
     return found
-
-
-def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    # a gradient in another layout than the sample's may have to be copied here, as in the plain pass
-    return tensor.reshape(shape)
 
 
 def _put(pager: Pager, tensors: Sequence[Tensor]) -> Any:

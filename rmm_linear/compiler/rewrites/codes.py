@@ -88,7 +88,7 @@ def decode(code: Tensor, steps: Tensor, key: Tensor, layout: Layout, *, bits: in
 
 def error_variance(steps: Tensor, layout: Layout) -> Tensor:
     """Variance of each element that is read from a code, shape (rows, columns)."""
-    return layout.in_rows(steps * steps / 12)
+    return layout.in_rows(steps * steps * (1 / 12))
 
 
 def curved(x: Tensor, cube: float) -> Tensor:

@@ -242,8 +242,7 @@ def _layer_norm_backward(
     variance = shape.tensor_of(codes.error_variance(steps, shape.layout))
     gradient = gradient.to(torch.float32)
     h = gradient * weight[0] if weight else gradient
-    features = x.shape[-1]
-    covariance = h * variance / features
+    covariance = h * variance * (1 / x.shape[-1])
     of_x = rstd * (h - h.mean(-1, keepdim=True) - x * (h * x).mean(-1, keepdim=True) + covariance)
     rows = tuple(range(x.dim() - 1))
     dtype = weight[0].dtype if weight else torch.float32

@@ -80,7 +80,7 @@ class Readings:
         where: Any = {"before": before, "block_of": node}
         if node.target in _VIEWS:
             # a reading may have another layout
-            return editor.insert(_reshaped, made[node_at(node, 0)], shape=tuple(shape_of(node)), **where)
+            return editor.insert(torch.reshape, made[node_at(node, 0)], shape=tuple(shape_of(node)), **where)
         return editor.copy(node, made, **where)
 
     def _found(self, node: fx.Node) -> frozenset[Code] | None:
@@ -166,7 +166,3 @@ def _is_small(source: fx.Node, node: fx.Node) -> bool:
 
 def _dropped(x: Tensor, mask: Tensor, *, p: float) -> Tensor:
     return x * mask * (1 / (1 - p) if p < 1 else 0.0)
-
-
-def _reshaped(x: Tensor, *, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(shape)
