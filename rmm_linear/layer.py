@@ -111,9 +111,7 @@ class RMMLinear(SketchedLayer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer; in training mode raises the errors of `rmm_linear.functional.linear`, or `TracingError`."""
-        if not self.training:
-            return F.linear(input, self.weight, self.bias)
-        return self._sketched(input, self.weight)
+        return self._sketched(input, self.weight) if self.training else F.linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._describe_config()}"

@@ -107,8 +107,7 @@ class LinearCall:
 
     def saved_bytes(self, config: RMMConfig) -> int:
         """Return the bytes that a sketch of this input would keep, with padding counted as rows."""
-        dtype = getattr(torch, self.dtype)
-        return config.saved_bytes(self.rows, self.in_features, dtype, sequences=self.sequences)
+        return config.saved_bytes(self.rows, self.in_features, getattr(torch, self.dtype), sequences=self.sequences)
 
     def is_sketched_by(self, config: RMMConfig) -> bool:
         """Tell whether a configuration would sketch this input: it is kept, not for free, and has enough rows."""

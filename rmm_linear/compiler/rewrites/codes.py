@@ -184,8 +184,7 @@ def unpack(code: Tensor, bits: int) -> Tensor:
     if count == 1:
         return code
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=code.device).view(1, count, 1, 1)
-    parts = (code.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
-    return parts.flatten(1, 2)
+    return ((code.unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten(1, 2)
 
 
 def draw_keys(seed: Tensor, count: int) -> Tensor:
@@ -210,8 +209,7 @@ def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
     begin = (torch.arange(rows, dtype=torch.int32, device=key.device) * columns).view(*shape[:-1], 1)
     bits = begin + (torch.arange(columns, dtype=torch.int32, device=key.device) + first)
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
-    bits = _xorshift(bits, 16) * _MULTIPLIERS[0]
-    return bits.to(torch.float32) * 2.0**-32
+    return (_xorshift(bits, 16) * _MULTIPLIERS[0]).to(torch.float32) * 2.0**-32
 
 
 def _mixed(half: Tensor) -> Tensor:

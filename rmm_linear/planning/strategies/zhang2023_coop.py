@@ -127,9 +127,8 @@ class CoopRun(OnlineRun):
         return index not in self._running and super()._may_go(index)
 
     def _price(self, index: int) -> float | None:
-        if index not in self._live or not self._may_go(index):
-            return None
-        return self._h(index) * self._graph.sizes[index]
+        is_candidate = index in self._live and self._may_go(index)
+        return self._h(index) * self._graph.sizes[index] if is_candidate else None
 
     def _evict(self, index: int) -> None:
         super()._evict(index)
