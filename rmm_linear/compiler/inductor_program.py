@@ -288,9 +288,11 @@ def _realize(joint: fx.GraphModule) -> None:
 def _count_once(joint: fx.GraphModule) -> None:
     """Compute int32 numbers that count columns once in a window: C++ counts the numbers of a vector one by one."""
     first: dict[Any, fx.Node] = {}
+    # results are tensors of their own
+    returned = {memory for end in joint.graph.output_node().all_input_nodes for memory in memories_of(end)}
     for node in joint.graph.nodes:
-        value = node.meta.get("val")
-        if node.target not in _COUNTING or value.dtype != torch.int32 or value.device.type != "cpu":
+        value, is_own = node.meta.get("val"), returned.isdisjoint(memories_of(node))
+        if node.target not in _COUNTING or not is_own or value.dtype != torch.int32 or value.device.type != "cpu":
             continue
         known = first.setdefault((node.target, node.args, str(node.kwargs), node.meta["window"]), node)
         if known is not node:

@@ -220,8 +220,7 @@ class Graph:
             del part["name"]
         for op in plain["ops"]:
             del op["temporary_bytes"]
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def reached(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:

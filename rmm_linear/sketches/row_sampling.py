@@ -232,8 +232,7 @@ class CRS(ColumnRowSampling):
         rows = x.shape[0]
         if rows == 0:
             return torch.zeros((), dtype=torch.float64, device=x.device)
-        weights = integer_weights(sampling_norms(x, None, gradient_norms))
-        return _variance_of_draws(x, g, weights, self.rank(rows))
+        return _variance_of_draws(x, g, integer_weights(sampling_norms(x, None, gradient_norms)), self.rank(rows))
 
 
 @register

@@ -545,8 +545,9 @@ def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
     assert plan.coding.coded
 
 
-def test_results_that_are_equal_casts_are_tensors_of_their_own():
-    doubled = Of(lambda y: (y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()))
+@pytest.mark.parametrize("number", [lambda y: y.to(torch.bfloat16), lambda y: torch.arange(4, dtype=torch.int32) + 1])
+def test_results_that_are_equal_are_tensors_of_their_own(number):
+    doubled = Of(lambda y: (number(y), number(y), y.square().sum()))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubled)
     first, second, _ = compiled(model, "inductor", bits=8)(torch.randn(ROWS, WIDTH))
     before = second.clone()

@@ -157,5 +157,4 @@ def _caps(sizes: Sequence[int]) -> list[int]:
     before = list(accumulate(sizes, initial=0))
     if len(sizes) <= _ALL_UP_TO:
         return sorted({high - low for place, high in enumerate(before) for low in before[: place + 1]})
-    total = before[-1]
-    return sorted({total // parts for parts in some_counts(len(sizes), all_up_to=_CAPS, number=_CAPS)})
+    return sorted({before[-1] // parts for parts in some_counts(len(sizes), all_up_to=_CAPS, number=_CAPS)})
