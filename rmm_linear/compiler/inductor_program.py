@@ -298,7 +298,8 @@ def _count_once(joint: fx.GraphModule) -> None:
         if known is not node:
             node.replace_all_uses_with(known)
         elif any(tensor.numel() > value.numel() for user in node.users for tensor in tensors_of(user)):
-            node.meta["inductor_realize_to_strides"] = True
+            counts = any(each.target is _COUNTING[0] for each in (node, *node.all_input_nodes))
+            node.meta["inductor_realize_to_strides"] = counts
 
 
 def _halves(capture: Capture, joint: fx.GraphModule, cut: int, *, is_compiled: bool = True) -> Program:
