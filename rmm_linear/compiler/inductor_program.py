@@ -286,7 +286,7 @@ def _realize(joint: fx.GraphModule) -> None:
 
 
 def _count_once(joint: fx.GraphModule) -> None:
-    """Compute int32 numbers that count columns once in a window: C++ counts the numbers of a vector one by one."""
+    """Write int32 numbers that count columns to memory, once in a window: C++ counts a vector's one by one."""
     first: dict[Any, fx.Node] = {}
     # results are tensors of their own
     returned = {memory for end in joint.graph.output_node().all_input_nodes for memory in memories_of(end)}

@@ -406,8 +406,7 @@ class _Reading:
                 self._storage_of[memory] = len(self._storages)
                 self._storages.append(Storage(used[memory][0].name, sizes[memory]))
                 self._members.append(used[memory])
-        unread = sum(sizes[memory] for memory in fresh if memory not in used)
-        return tuple(range(first, len(self._storages))), unread
+        return tuple(range(first, len(self._storages))), sum(sizes[memory] for memory in fresh if memory not in used)
 
     def _op(self, loop: Sequence[fx.Node], writes: tuple[int, ...], temporary_bytes: int, is_backward: bool) -> Op:
         node, target = loop[-1], loop[-1].target
