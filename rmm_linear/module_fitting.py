@@ -209,8 +209,7 @@ class _Trials:
 
     def _add(self, options: Mapping[str, Any], checkpoints: int = 0) -> None:
         peak_bytes = self._peak(options, checkpoints)
-        timed = partial(median_ms, self._run, [self._device])
-        time = None if peak_bytes is None else self._tried(timed, options, checkpoints)
+        time = None if peak_bytes is None else self._time(options, checkpoints)
         if peak_bytes is not None and time is not None:
             name, fits = _name(options, checkpoints), self._fits(options, checkpoints)
             self.candidates.append(Candidate(name, options, None, peak_bytes, time, checkpoints=checkpoints, fits=fits))
@@ -225,6 +224,9 @@ class _Trials:
             measure = partial(measure_peak_bytes, self._run, self._device)
             self._peaks[name] = self._tried(measure, options, checkpoints)
         return self._peaks[name]
+
+    def _time(self, options: Mapping[str, Any], checkpoints: int) -> float | None:
+        return self._tried(partial(median_ms, self._run, [self._device]), options, checkpoints)
 
     def _tried(self, measure: Callable[[], T], options: Mapping[str, Any], checkpoints: int) -> T | None:
         try:

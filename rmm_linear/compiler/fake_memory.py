@@ -39,8 +39,7 @@ def real_bytes(op: Any, sources: Iterable[Tensor], result: Tensor) -> int:
     size_bytes = result.untyped_storage().nbytes()
     if op not in _REDUCED_IN_PLACE:
         return size_bytes
-    numbers = torch.broadcast_shapes(*(each.shape for each in sources))
-    return max(size_bytes, numbers.numel() * result.element_size())
+    return max(size_bytes, torch.broadcast_shapes(*(each.shape for each in sources)).numel() * result.element_size())
 
 
 def eager_peak(run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -> int:

@@ -230,8 +230,7 @@ def _sums(records: Sequence[NoiseRecord]) -> tuple[float, float, float]:
 
 def _snr(c: float, v: float, m: float) -> float:
     # no max(): max(nan, 0) depends on the order of its arguments
-    signal = 0.0 if c <= m else c - m
-    return _ratio(signal, m + v)
+    return _ratio(0.0 if c <= m else c - m, m + v)
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rmm_linear.compiler import backend, plans, rmm_linear, torch_private
 from rmm_linear.errors import CaptureError, InfeasibleBudgetError
 from tests.checkpointing.measured_peak import MeasuredPeak
 from tests.checkpointing.planned_models import assert_same_gradients, assert_same_step, planned_and_plain, planned_runs
+from tests.contracts.model_of import ModelOf
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
@@ -181,6 +182,19 @@ def test_a_graph_without_a_parameter_has_a_plan_of_the_model_before_it():
     assert plans(other) == []
     run_other(X, other).backward()
     assert len(plans(model)) == len(plans(other)) == 2
+
+
+@pytest.mark.parametrize("options", [{"budget": "100%"}, {"bits": 8}])
+def test_equal_results_of_whole_numbers_are_tensors_of_their_own(options):
+    def step(self, x, numbers):
+        counts = [torch.arange(4, dtype=torch.int32) for _ in range(2)]
+        return self.inner(x).sum(), *counts, numbers + 1, numbers + 1
+
+    model, numbers = ModelOf(step, inner=Net()), torch.arange(6, dtype=torch.int32)
+    _, first, second, third, fourth = torch.compile(model, backend="rmm_linear", options=options)(X, numbers)
+    first.zero_(), third.zero_()
+    assert second.equal(torch.arange(4, dtype=torch.int32))
+    assert fourth.equal(numbers + 1)
 
 
 def test_one_graph_has_a_plan_for_each_length():

@@ -205,9 +205,9 @@ def dither(shape: tuple[int, ...], key: Tensor) -> Tensor:
     """
     first, second = key[0], key[1]
     columns, rows = shape[-1], math.prod(shape[:-1])
-    # of a row, and of a column: Inductor computes the latter once
+    # Inductor computes the part of the column once. Without ^, elements equally far apart would be correlated.
     begin = (torch.arange(rows, dtype=torch.int32, device=key.device) * columns).view(*shape[:-1], 1)
-    bits = begin + (torch.arange(columns, dtype=torch.int32, device=key.device) + first)
+    bits = (begin + (torch.arange(columns, dtype=torch.int32, device=key.device) + first)) ^ second
     bits = _xorshift(bits * _MULTIPLIERS[2], 15) * _MULTIPLIERS[3] + second
     return (_xorshift(bits, 16) * _MULTIPLIERS[0]).to(torch.float32) * 2.0**-32
 
