@@ -289,7 +289,7 @@ class PlannedGraph:
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()
-        self._has_told_of_calls = self._has_told_of_numbers = self._has_run = False
+        self._has_told_of_calls = self._has_told_of_numbers = self._has_run = self._has_parameter = False
         self._peers = 0
         # such ops count from the beginning of the memory, not of the tensor
         self._reads_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
@@ -311,7 +311,7 @@ class PlannedGraph:
             return self._module(*arguments)
         parameter = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), None)
         if parameter is not None:
-            self._parameters[id(parameter)] = parameter
+            self._parameters[id(parameter)], self._has_parameter = parameter, True
         key = _key(arguments, tensors)
         if self._reads_memory:
             key = (*key, tuple(tensor.storage_offset() for tensor in tensors))
@@ -346,7 +346,7 @@ class PlannedGraph:
         if isinstance(target, nn.Module):
             own = {id(parameter) for parameter in target.parameters()}
             # behind a graph break there may be no parameter
-            graphs = [self] if self._parameters else self._group.graphs
+            graphs = [self] if self._has_parameter else self._group.graphs
             return any(id(parameter) in own for graph in graphs for parameter in graph._parameters.values())
         function = getattr(target, "_torchdynamo_orig_callable", target)
         code = getattr(getattr(function, "__func__", function), "__code__", None)

@@ -1,6 +1,7 @@
 """The backend of torch.compile by its name: what is planned, what runs as written, and what is refused."""
 
 import copy
+import gc
 import re
 import warnings
 from functools import partial
@@ -182,6 +183,20 @@ def test_a_graph_without_a_parameter_has_a_plan_of_the_model_before_it():
     assert plans(other) == []
     run_other(X, other).backward()
     assert len(plans(model)) == len(plans(other)) == 2
+
+
+def test_a_graph_of_a_model_that_is_deleted_is_no_graph_of_the_next_model():
+    def step(x, model):
+        return model(x)
+
+    run, model, other = torch.compile(step, backend="rmm_linear", options=exact("100%")), Net(), nn.Linear(16, 1)
+    run(X, model).backward()
+    kept_graph = next(graph for graph in backend._all_graphs if graph.belongs_to(model))
+    run(X, other).sum().backward()
+    del model
+    gc.collect()
+    assert not kept_graph.belongs_to(other)
+    assert len(plans(other)) == 1
 
 
 @pytest.mark.parametrize("options", [{"budget": "100%"}, {"bits": 8}])

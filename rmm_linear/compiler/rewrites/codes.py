@@ -1,6 +1,6 @@
 """Codes: a tensor in 8 or 4 bits, from which it is read without bias.
 
-A code of x holds floor(x / s + u), with u uniform in [-1/2, 1/2) and drawn anew in each step (subtractive dither). The
+A code of x holds floor(x / s + u), with u uniform in [-1/2, 1/2] and drawn anew in each step (subtractive dither). The
 reading (code + 1/2 - u) s has the mean x and the variance s^2 / 12, for magnitudes from 1e-20 to 1e19. The step s is of
 one column of a group of rows. The dither is a hash of the element's number and of a key, so that both passes compute
 it, and nothing of it is kept but the key.
