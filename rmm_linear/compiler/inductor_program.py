@@ -286,9 +286,9 @@ def _realize(joint: fx.GraphModule) -> None:
 
 
 def _count_once(joint: fx.GraphModule) -> None:
-    """Write int32 numbers that count columns to memory, once in a window: C++ counts a vector's one by one."""
+    """Write int32 numbers that count columns to memory once in a window, for C++ computes such numbers one by one."""
     first: dict[Any, fx.Node] = {}
-    # results are tensors of their own
+    # two equal results of the model must not share memory
     returned = {memory for end in joint.graph.output_node().all_input_nodes for memory in memories_of(end)}
     for node in joint.graph.nodes:
         value, is_own = node.meta.get("val"), returned.isdisjoint(memories_of(node))

@@ -280,7 +280,7 @@ def test_gradients_are_near_the_exact_gradients_far_from_zero(function, bits):
         coded = gradients(model, compiled(model, bits=bits), x)
     assert [tensor.kind for tensor in plans(model)[0].coding.coded] == ["activation"]
     for name, gradient in coded.items():
-        assert (gradient - exact[name]).norm() < {8: 0.06, 4: 0.2}[bits] * exact[name].norm()
+        assert (gradient - exact[name]).norm() < {8: 0.05, 4: 0.2}[bits] * exact[name].norm()
 
 
 def test_scores_of_attention_are_said_to_be_biased():
@@ -545,9 +545,8 @@ def test_casts_of_what_is_no_parameter_are_not_made_again(executor):
     assert plan.coding.coded
 
 
-@pytest.mark.parametrize("number", [lambda y: y.to(torch.bfloat16), lambda y: torch.arange(4, dtype=torch.int32) + 1])
-def test_results_that_are_equal_are_tensors_of_their_own(number):
-    doubled = Of(lambda y: (number(y), number(y), y.square().sum()))
+def test_results_that_are_equal_casts_are_tensors_of_their_own():
+    doubled = Of(lambda y: (y.to(torch.bfloat16), y.to(torch.bfloat16), y.square().sum()))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubled)
     first, second, _ = compiled(model, "inductor", bits=8)(torch.randn(ROWS, WIDTH))
     before = second.clone()
