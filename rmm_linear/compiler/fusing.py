@@ -20,14 +20,9 @@ from rmm_linear.compiler.rewrites.step import UNTAGGED, Step
 from rmm_linear.compiler.torch_private import fake_mode_of
 
 # Elementwise ops without the tag, and ops of indices.
-_LOOPS = {
-    *UNTAGGED,
-    torch.ops.aten.full.default,
-    torch.ops.aten.arange.default,
-    torch.ops.aten.arange.start_step,
-    torch.ops.aten.constant_pad_nd.default,
-    torch.ops.aten.index.Tensor,
-}
+_NAMES = ("full", "arange", "constant_pad_nd", "slice_backward", "select_backward")
+_LOOPS = {*UNTAGGED, *(getattr(torch.ops.aten, name).default for name in _NAMES)}
+_LOOPS |= {torch.ops.aten.arange.start_step, torch.ops.aten.index.Tensor}
 # Chains of ops that are computed again are shorter: each loop runs its own, and Inductor inlines about 30 ops at most.
 _LONGEST = 16
 

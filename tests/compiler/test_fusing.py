@@ -71,6 +71,23 @@ def test_an_activation_is_read_from_a_code_in_one_loop(bits):
         assert written(coded) == written(exact) + 1
 
 
+@pytest.mark.parametrize("part", [lambda h: h[:, 2:6], lambda h: h[3]])
+def test_the_gradient_of_a_part_is_padded_in_the_loop_that_adds_it(part):
+    def step(x, first, second, third):
+        h = x @ first
+        return part(h).exp().sum() + (h.tanh() @ second @ third).sum()
+
+    capture = captured(step)
+    kinds = {op.kind for op in capture.graph.ops}
+    assert not kinds & {"aten.slice_backward", "aten.select_backward"}
+    weights = [torch.randn(WIDTH, WIDTH).requires_grad_() for _ in range(3)]
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=rmm_linear, options={"budget": "100%"})
+    compiled(torch.randn(64 * ROWS, WIDTH), *weights).backward()
+    *_, plan = plans(compiled)
+    assert plan.measured_peak_bytes <= plan.peak_bytes
+
+
 def test_sums_of_a_residual_stream_are_kept_and_not_their_addends():
     def step(x, first, second, third):
         h = x @ first
