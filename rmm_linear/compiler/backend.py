@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 _MOST_VARIANTS = 32
 # A predicted time that is off by more is no good prediction.
 _APART = 0.15
-# Plans that differ by nothing but numbers, until the user is told.
-_MANY_NUMBERS = 3
+# Plans of a step for equal tensors, until the user is told; torch.compile gives up after eight.
+_MANY_VALUES = 7
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class PlannedGraph:
         self.variants: dict[Any, Variant] = {}
         # kinds of arguments that run as written
         self._unplanned: set[Any] = set()
-        self._has_told_of_calls = self._has_told_of_numbers = self._has_run = self._has_parameter = False
+        self._has_told_of_calls = self._has_told_of_values = self._has_run = self._has_parameter = False
         self._peers = 0
         # such ops count from the beginning of the memory, not of the tensor
         self._reads_memory = any("as_strided" in str(node.target) for node in module.graph.nodes)
@@ -320,7 +320,7 @@ class PlannedGraph:
         if variant is None and key not in self._unplanned:
             # one thread traces at a time
             with compile_lock():
-                self._tell_of_numbers(key)
+                self._tell_of_values(key)
                 variant = self.variants.get(key) or self._prepare(arguments, tensors)
         if variant is None:
             self._unplanned.add(key)
@@ -355,15 +355,15 @@ class PlannedGraph:
         frames = (re.search(r'File "([^"]+)", line \d+, in (\S+)', trace) for trace in traces)
         return any(frame and (frame[1], frame[2]) == place for frame in frames)
 
-    def _tell_of_numbers(self, key: Any) -> None:
-        """Warn where each value of a number takes a plan of its own."""
-        # a key begins with the numbers
-        alike = sum(other[1:] == key[1:] for other in self.variants)
-        if alike >= _MANY_NUMBERS and not self._has_told_of_numbers:
-            self._has_told_of_numbers = True
+    def _tell_of_values(self, key: Any) -> None:
+        """Warn where each value that the Python code reads takes a plan, or a graph, of its own."""
+        peers = [graph for graph in self._group.graphs if not set(self._parameters).isdisjoint(graph._parameters)]
+        alike = sum(other[1:] == key[1:] for graph in peers for other in graph.variants)  # a key begins with numbers
+        if alike >= _MANY_VALUES and not any(graph._has_told_of_values for graph in peers):
+            self._has_told_of_values = True
             warnings.warn(
-                "a number that the step reads changes from call to call, and each of its values is planned anew: pass a"
-                " tensor in its place, or keep it in a buffer",
+                "a value that the step reads changes from call to call, and each value is planned anew: pass a tensor"
+                " in its place, or keep it in a buffer (TORCH_LOGS=recompiles names a value that is no argument)",
                 stacklevel=2,
             )
 

@@ -228,13 +228,31 @@ def test_a_number_that_changes_from_call_to_call_is_warned_of_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # torch.compile takes the first value for a constant
-        for number in range(2, 6):
+        for number in range(2, 9):
             run(X, number).backward()
-    with pytest.warns(UserWarning, match="a number that the step reads changes"):
-        run(X, 6)
+    with pytest.warns(UserWarning, match="a value that the step reads changes"):
+        run(X, 9)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(X, 7)
+        run(X, 10)
+
+
+def test_a_count_of_steps_that_is_traced_anew_each_time_is_warned_of_once():
+    class Counting(Net):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x) / self.count
+
+    model, _ = planned_and_plain(Counting(), X)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            model(X).backward()
+    told = [str(each.message) for each in caught if "a value that the step reads changes" in str(each.message)]
+    assert len(told) == 1
+    assert planned_runs(model) == 9
 
 
 def test_a_float_that_changes_runs_as_written_and_the_way_around_is_named():
