@@ -272,6 +272,10 @@ def _masks(_: nn.Module, batch: int, size: int) -> Batch:
     return {"images": torch.randn(batch, 1, size, size), "labels": torch.randint(0, 2, (batch, size, size))}
 
 
+def _channels_last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
 def _series(model: nn.Module, batch: int, size: int) -> Batch:
     features = cast(nn.Linear, model.get_submodule("head")).out_features
     return {"x": torch.randn(size, batch, features), "y": torch.randn(batch, features)}
@@ -374,7 +378,7 @@ _T5_WIDE: dict[str, Any] = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads
 _T5_WIDE |= {"use_cache": False, "decoder_start_token_id": 0} | _MANY_WORDS
 _MODERNBERT: dict[str, Any] = {"problem_type": "single_label_classification"} | _MANY_WORDS
 _MODERNBERT |= dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "eos_token_id", "sep_token_id"), 0)
-_STAGES = r"stages\.\d+"
+_STAGES, _LEVELS = r"stages\.\d+", r"(down|merged)\.\d+"
 # batches of the published image models: Kusumoto et al. 2019, table 1
 WORKLOADS = (
     *(
@@ -395,7 +399,14 @@ WORKLOADS = (
     Workload(
         *("u-net", UNet, _masks, _segmentation),
         _shapes((8, 572), (0.125, 2, 220), compiled=Shape({"width": 0.25}, 4, 284)),
-        blocks=r"(down|merged)\.\d+",
+        blocks=_LEVELS,
+    ),
+    Workload(
+        "u-net, channels_last",
+        lambda **options: UNet(**options).to(memory_format=torch.channels_last),
+        lambda *sizes: {name: _channels_last(tensor) for name, tensor in _masks(*sizes).items()},
+        *(_segmentation, {"compiled": Shape({"width": 0.25}, 4, 284)}),
+        blocks=_LEVELS,
     ),
     _transformer(
         *("gpt-2", "GPT2", "LMHeadModel", _text),

@@ -357,7 +357,8 @@ class PlannedGraph:
 
     def _tell_of_values(self, key: Any) -> None:
         """Warn where each value that the Python code reads takes a plan, or a graph, of its own."""
-        peers = [graph for graph in self._group.graphs if not set(self._parameters).isdisjoint(graph._parameters)]
+        own = set(self._parameters)
+        peers = [each for each in self._group.graphs if each is self or not own.isdisjoint(each._parameters)]
         alike = sum(other[1:] == key[1:] for graph in peers for other in graph.variants)  # a key begins with numbers
         if alike >= _MANY_VALUES and not any(graph._has_told_of_values for graph in peers):
             self._has_told_of_values = True
