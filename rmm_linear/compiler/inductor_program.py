@@ -116,13 +116,27 @@ def compiled_program(
     values = [node.meta["val"] for node in ordered.graph.nodes if node.op == "placeholder"]
     # Inductor's ops keep the order; nodes keep their step, and the ops that kernels are named by
     with fake_mode_of(values), fx.traceback.preserve_node_meta():
-        joint = make_fx(fx.Interpreter(ordered).run, decomposition_table=decompositions())(*values)
+        joint = make_fx(_Decomposed(ordered).run, decomposition_table=decompositions())(*values)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]
     _realize(joint)
     _count_once(joint)
     return _halves(capture, joint, cut)
+
+
+class _Decomposed(fx.Interpreter):
+    """Runs a graph in ops whose results may lie otherwise: Inductor's `cat` of one tensor, beside empty ones, copies it."""
+
+    def run(self, *args: Any) -> Any:
+        self.reads_memory = any("as_strided" in str(node.target) for node in self.module.graph.nodes)
+        return super().run(*args)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        made = super().call_function(torch.reshape if target is torch.ops.aten.view.default else target, args, kwargs)
+        traced = fx.traceback.get_current_meta().get("val")
+        is_other = self.reads_memory and isinstance(traced, Tensor) and made.stride() != traced.stride()
+        return _functional_copy(made, traced.stride()) if is_other else made
 
 
 def uncompiled_program(capture: Capture) -> Program:

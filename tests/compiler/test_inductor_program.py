@@ -375,3 +375,23 @@ def test_views_of_a_result_show_its_elements_where_inductor_lays_it_out_otherwis
     step = torch.compile(model, backend="rmm_linear", options={"budget": "100%"})
     for ours, theirs in zip(step(x), model(x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "read", [lambda joined: joined.as_strided((8, 4, 2), (8, 2, 1), 8), lambda joined: joined.view(4, 3, 8)]
+)
+def test_an_op_that_describes_memory_reads_the_layout_of_the_trace(read):
+    """Inductor's `cat` lays a transposed tensor beside an empty tensor otherwise than torch's; so does a cache of keys."""
+
+    def step(x, weight):
+        split = (x @ weight).view(4, 4, 3, 2).transpose(1, 2)
+        return (read(torch.cat([torch.empty(0), split], -2)).tanh() * numbers).sum()
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(16, 6), torch.randn(6, 6, requires_grad=True)
+    numbers = torch.randn(read(torch.empty(4, 3, 4, 2)).shape)
+    torch._dynamo.reset()
+    losses = [torch.compile(step, backend="eager")(x, weight), planned(step, "100%")(x, weight)]
+    expected, got = (torch.autograd.grad(loss, weight)[0] for loss in losses)
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(got, expected)
