@@ -19,11 +19,8 @@ class fused_attention(TorchFunctionMode):  # noqa: N801 - a context manager
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            found = _fused(*args, **(kwargs or {}))
-            if found is not None:
-                return found
-        return func(*args, **(kwargs or {}))
+        found = _fused(*args, **(kwargs or {})) if func is F.scaled_dot_product_attention else None
+        return func(*args, **(kwargs or {})) if found is None else found
 
 
 def _fused(

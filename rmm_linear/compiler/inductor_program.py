@@ -51,14 +51,8 @@ def program_within(
     """Compile a plan, measure its peak, and plan again where the peak is above the budget.
 
     The peak is measured with the step's inputs, which are not written into. Where the user's profiler runs, or the step
-    communicates, it is not measured.
-
-    Returns:
-        The first plan whose measured peak is within the budget, or the plan of the least peak (with a warning),
-        and its program.
-
-    Raises:
-        MissingCompilerError: If Inductor finds no C++ compiler.
+    communicates, it is not measured. The first plan whose measured peak is within the budget is returned with its
+    program, or, with a warning, the plan of the least peak.
     """
     budget_bytes = target = plan.budget_bytes
     if not is_measurable(capture):
@@ -114,9 +108,12 @@ def compiled_program(
     windows.append(windows[-1] + 1)
     ordered = _in_order(capture, schedule, cut)
     values = [node.meta["val"] for node in ordered.graph.nodes if node.op == "placeholder"]
+    decomposed = _Decomposed(ordered)
+    # such ops read the memory of a tensor, however it lies
+    decomposed.keeps_layouts = any("as_strided" in str(node.target) for node in ordered.graph.nodes)
     # Inductor's ops keep the order; nodes keep their step, and the ops that kernels are named by
     with fake_mode_of(values), fx.traceback.preserve_node_meta():
-        joint = make_fx(_Decomposed(ordered).run, decomposition_table=decompositions())(*values)
+        joint = make_fx(decomposed.run, decomposition_table=decompositions())(*values)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             node.meta["window"] = windows[_step(node)]
@@ -126,24 +123,19 @@ def compiled_program(
 
 
 class _Decomposed(fx.Interpreter):
-    """Runs a graph in ops whose results may lie otherwise: Inductor's `cat` of one tensor, beside empty ones, copies it."""
+    """Runs a graph in Inductor's ops, some of which lay their results out otherwise than torch's, such as `cat`."""
 
-    def run(self, *args: Any) -> Any:
-        self.reads_memory = any("as_strided" in str(node.target) for node in self.module.graph.nodes)
-        return super().run(*args)
+    keeps_layouts = False
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         made = super().call_function(torch.reshape if target is torch.ops.aten.view.default else target, args, kwargs)
-        traced = fx.traceback.get_current_meta().get("val")
-        is_other = self.reads_memory and isinstance(traced, Tensor) and made.stride() != traced.stride()
+        traced: Any = fx.traceback.get_current_meta().get("val") if self.keeps_layouts else None
+        is_other = isinstance(traced, Tensor) and made.stride() != traced.stride()
         return _functional_copy(made, traced.stride()) if is_other else made
 
 
 def uncompiled_program(capture: Capture) -> Program:
-    """Run a captured step op by op, by no compiler.
-
-    Gradients equal the compiled step's to rounding, but for dropout, whose masks are others.
-    """
+    """Run a captured step op by op, by no compiler: only the masks of dropout are others than the compiled step's."""
     schedule = Schedule.plain(capture.graph)
     cut = end_of_forward(capture.graph, schedule.order) + 1
     return _halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False)

@@ -381,7 +381,7 @@ def test_views_of_a_result_show_its_elements_where_inductor_lays_it_out_otherwis
     "read", [lambda joined: joined.as_strided((8, 4, 2), (8, 2, 1), 8), lambda joined: joined.view(4, 3, 8)]
 )
 def test_an_op_that_describes_memory_reads_the_layout_of_the_trace(read):
-    """Inductor's `cat` lays a transposed tensor beside an empty tensor otherwise than torch's; so does a cache of keys."""
+    """Inductor's `cat` copies a tensor beside empty ones, such as a cache of keys in its first step, as it lies."""
 
     def step(x, weight):
         split = (x @ weight).view(4, 4, 3, 2).transpose(1, 2)
