@@ -330,7 +330,7 @@ def draw_compiled(rows: Rows, path: Path) -> None:
     """Draw a panel a model: the step's time against its peak, both of eager mode's."""
     models = grouped(rows, "model")
     # the legend takes a panel of its own
-    columns = min(3, len(models) + 1)
+    columns = min(4, len(models) + 1)
     lines = (len(models) + columns) // columns
     figure = Figure(figsize=(4.2 * columns, 3.4 * lines), layout="constrained")
     panels = list(figure.subplots(lines, columns, squeeze=False).flat)
