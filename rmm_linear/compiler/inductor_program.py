@@ -135,7 +135,7 @@ class _Decomposed(fx.Interpreter):
 
 
 def uncompiled_program(capture: Capture) -> Program:
-    """Run a captured step op by op, by no compiler: only the masks of dropout are others than the compiled step's."""
+    """Run a captured step op by op, by no compiler; masks of dropout are others than the compiled step's."""
     schedule = Schedule.plain(capture.graph)
     cut = end_of_forward(capture.graph, schedule.order) + 1
     return _halves(capture, _in_order(capture, schedule, cut), cut, is_compiled=False)
