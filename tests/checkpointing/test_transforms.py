@@ -88,7 +88,7 @@ def test_threads_train_planned_copies_at_once():
 def test_a_trace_in_another_thread_is_waited_for(monkeypatch):
     # torch keeps one flag for the traces of all threads
     if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
-        pytest.skip("torch 2.15 has no flag that all threads share")
+        pytest.skip("this torch has no flag that all threads share")
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
     model, plain = planned_and_plain(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), X)
     assert_same_step(model, plain, X)
