@@ -51,7 +51,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]+)')
 _MOST_RECOMPILATIONS = 64
 _BRANCH = re.compile(r"\nCaused by: (.+?)(?: \(_dynamo|\n|$)")
 # what Dynamo says where a function raises: in its code, in an op, and for its arguments
-_RAISED = ("Observed exception", "failed to run FX node", "Tensor device mismatch", "failed to bind arguments")
+_RAISED = ("Observed exception", "failed to run FX node", "making fake", "device mismatch", "failed to bind arguments")
 _FOLDER, _STANDARD_LIBRARY = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
 
 

@@ -87,6 +87,7 @@ REFUSED = {
         ({"input": torch.ones(4, 8), "idx": torch.arange(4)}, "idx.*Check first that the step runs as written"),
         ({}, "missing.*input.*Check first that the step runs as written"),
         ((torch.ones(4, 7),), "Check first that the step runs as written"),
+        ("x", "argument 'input'.*not str.*Check first that the step runs as written"),
     ],
 )
 def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
