@@ -73,9 +73,11 @@ def build_model(models: ModuleType, options: argparse.Namespace, *, device: str,
     model: nn.Module = models.build_model(
         options.model, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes
     )
-    config: Any = model.config
-    if not caches and getattr(config, "use_cache", False):
-        config.use_cache = False
+    # a decoder may have a configuration of its own
+    configs: list[Any] = [] if caches else [getattr(module, "config", None) for module in model.modules()]
+    for config in configs:
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
     return model
 
 

@@ -31,3 +31,11 @@ def test_a_classifier_is_planned_with_its_labels(tmp_path, answer):
     config = transformers.BertConfig(**SIZES, architectures=["BertForSequenceClassification"])
     config.save_pretrained(tmp_path)
     assert "budget" in answer("plan", str(tmp_path), *OPTIONS, "--budget", "90%")
+
+
+def test_a_decoder_with_its_own_configuration_is_planned_without_caches(tmp_path, answer):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    assert "decoder" in answer("plan", tmp_path, *OPTIONS, "--budget", "100%")
