@@ -403,7 +403,7 @@ def test_models_in_eval_mode_and_planned_models_are_refused(batch):
         fit(model.eval(), batch, "50%")
     model.train()
     checkpoint_model(model, batch, budget="100%")
-    with pytest.raises(ValueError, match=r"checkpointed already.*fit\.remove"):
+    with pytest.raises(ValueError, match=r"checkpointed already.*or plan.remove"):
         fit(model, batch, "50%")
 
 

@@ -403,7 +403,7 @@ WORKLOADS = (
     ),
     Workload(
         "u-net, channels_last",
-        lambda **options: UNet(**options).to(memory_format=torch.channels_last),
+        lambda **options: cast(Any, UNet(**options)).to(memory_format=torch.channels_last),
         lambda *sizes: {name: _channels_last(tensor) for name, tensor in _masks(*sizes).items()},
         *(_segmentation, {"compiled": Shape({"width": 0.25}, 4, 284)}),
         blocks=_LEVELS,

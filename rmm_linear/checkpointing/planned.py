@@ -240,7 +240,7 @@ def refuse_planned(model: nn.Module) -> None:
                 " before you shard them, as in checkpoint_model(block, ...); fully_shard(block)"
             )
         if isinstance(module._compiled_call_impl, PlannedStep):
-            raise ValueError(f"{subject} is checkpointed already: call remove_checkpointing(model) or its fit.remove()")
+            raise ValueError(f"{subject} is checkpointed already: call remove_checkpointing(model) or plan.remove()")
         if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
             raise ValueError(f"{subject} is compiled already: plan the model without torch.compile")
 

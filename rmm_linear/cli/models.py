@@ -73,9 +73,8 @@ def build_model(models: ModuleType, options: argparse.Namespace, *, device: str,
     model: nn.Module = models.build_model(
         options.model, device=device, dtype=DTYPES[options.dtype], layers=options.layers, **changes
     )
-    # a decoder may have a configuration of its own
-    configs: list[Any] = [] if caches else [getattr(module, "config", None) for module in model.modules()]
-    for config in configs:
+    for module in () if caches else model.modules():
+        config: Any = getattr(module, "config", None)  # decoders may have their own
         if getattr(config, "use_cache", False):
             config.use_cache = False
     return model
