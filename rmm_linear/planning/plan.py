@@ -40,15 +40,15 @@ class CheckpointPlan:
         no_bound: Why it is not known: scipy is not installed, or its solver took too long.
     """
 
-    graph: Graph
-    schedule: Schedule
+    graph: Graph = field(repr=False)
+    schedule: Schedule = field(repr=False)
     planned: Simulation = field(repr=False)
     plain: Simulation = field(repr=False)
     budget_bytes: int
     eager_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
     measured_ms: float | None = None
-    coding: Coding = field(default_factory=Coding)
+    coding: Coding = field(default_factory=Coding, repr=False)
     least_overhead: float | None = None
     no_bound: str = ""
 

@@ -95,6 +95,11 @@ def test_a_sample_that_the_model_cannot_take_is_told_as_such(sample, message):
         checkpoint_model(nn.Linear(8, 8), sample, budget="100%")
 
 
+def test_a_plan_at_the_prompt_is_a_few_lines():
+    plan = checkpoint_model(nn.Linear(8, 8), torch.ones(4, 8), budget="100%")
+    assert len(repr(plan)) < 400
+
+
 @pytest.mark.parametrize("run", REFUSED)
 def test_what_is_refused_is_told_with_its_line_and_leaves_the_model_as_it_was(run):
     model, x = of_layer(run), torch.randn(4, 8)
