@@ -109,8 +109,8 @@ def compiled_program(
     ordered = _in_order(capture, schedule, cut)
     values = [node.meta["val"] for node in ordered.graph.nodes if node.op == "placeholder"]
     decomposed = _Decomposed(ordered)
-    # such ops read the memory of a tensor, however it lies
-    decomposed.keeps_layouts = any("as_strided" in str(node.target) for node in ordered.graph.nodes)
+    readers = ("aten.as_strided", "aten.view.dtype", "aten.view_as_complex")  # of the memory, however a tensor lies
+    decomposed.keeps_layouts = any(str(node.target).startswith(readers) for node in ordered.graph.nodes)
     # Inductor's ops keep the order; nodes keep their step, and the ops that kernels are named by
     with fake_mode_of(values), fx.traceback.preserve_node_meta():
         joint = make_fx(decomposed.run, decomposition_table=decompositions())(*values)

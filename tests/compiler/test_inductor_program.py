@@ -377,19 +377,27 @@ def test_views_of_a_result_show_its_elements_where_inductor_lays_it_out_otherwis
         torch.testing.assert_close(ours, theirs)
 
 
+def joined(split):
+    """Inductor's `cat` copies a tensor beside empty ones, such as a cache of keys in its first step, as it lies."""
+    return torch.cat([torch.empty(0), split], -2)
+
+
 @pytest.mark.parametrize(
-    "read", [lambda joined: joined.as_strided((8, 4, 2), (8, 2, 1), 8), lambda joined: joined.view(4, 3, 8)]
+    "read",
+    [
+        lambda y: joined(y.view(4, 4, 3, 8).transpose(1, 2)).as_strided((8, 4, 2), (8, 2, 1), 8),
+        lambda y: joined(y.view(4, 4, 3, 8).transpose(1, 2)).view(4, 3, 32),
+        lambda y: torch.view_as_complex(joined(y.view(4, 8, 3, 4).permute(0, 2, 3, 1)).view(4, 3, 4, 4, 2)).abs(),
+    ],
+    ids=["as_strided", "view", "complex"],
 )
 def test_an_op_that_describes_memory_reads_the_layout_of_the_trace(read):
-    """Inductor's `cat` copies a tensor beside empty ones, such as a cache of keys in its first step, as it lies."""
-
     def step(x, weight):
-        split = (x @ weight).view(4, 4, 3, 2).transpose(1, 2)
-        return (read(torch.cat([torch.empty(0), split], -2)).tanh() * numbers).sum()
+        return (read(x @ weight).tanh() * numbers).sum()
 
     torch.manual_seed(0)
-    x, weight = torch.randn(16, 6), torch.randn(6, 6, requires_grad=True)
-    numbers = torch.randn(read(torch.empty(4, 3, 4, 2)).shape)
+    x, weight = torch.randn(16, 24), torch.randn(24, 24, requires_grad=True)
+    numbers = torch.randn(read(torch.empty(16, 24)).shape)
     torch._dynamo.reset()
     losses = [torch.compile(step, backend="eager")(x, weight), planned(step, "100%")(x, weight)]
     expected, got = (torch.autograd.grad(loss, weight)[0] for loss in losses)
